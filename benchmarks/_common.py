@@ -34,19 +34,19 @@ class Targets:
     not_measured: list[str] = field(default_factory=list)
 
     def at_least(self, name: str, value: float, target: float) -> None:
-        """`value` must be `target` or more."""
+        """Record whether `value` reaches a target: it must be `target` or more."""
         self._note(value >= target, f"{name} is {value:.3g}; target: at least {target:g}")
 
     def at_most(self, name: str, value: float, target: float) -> None:
-        """`value` must be `target` or less."""
+        """Record whether `value` reaches a target: it must be `target` or less."""
         self._note(value <= target, f"{name} is {value:.3g}; target: at most {target:g}")
 
     def holds(self, text: str, met: bool) -> None:
-        """A target that is not one number: `text` states the measurement and the target."""
+        """Record whether a target without a number was met; `text` states the measurement and the target."""
         self._note(met, text)
 
     def skip(self, name: str, why: str) -> None:
-        """A target of the script that this run does not measure, and the reason."""
+        """Record a target of the script that this run does not measure, and the reason."""
         self.not_measured.append(f"{name} ({why})")
 
     def _note(self, met: bool, text: str) -> None:
@@ -61,11 +61,11 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def at_least_one(text: str) -> int:
-    """The value of an option that is a count."""
+def parse_positive_int(text: str) -> int:
+    """Parse the value of an option that must be an integer of at least 1."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"{value} is less than 1; give at least 1")
     return value
 
 
@@ -110,7 +110,8 @@ def finish(benchmark: str, figures: dict[str, Any], targets: Targets, check: boo
 
 
 def azure_lengths(path: Path, count: int | None = None) -> list[tuple[int, int]] | None:
-    """(prompt tokens, output tokens) of a trace's first `count` requests; None, with a note, if it is not there."""
+    """(prompt tokens, output tokens) of the first `count` requests of a trace; None, after a printed note, if the trace
+    is missing."""
     if not path.exists():
         note(f"skipped: no trace at {path} (Azure Public Dataset, AzureLLMInferenceTrace_conv)")
         return None

@@ -47,7 +47,7 @@ class Requests:
         return sum(self.outputs)
 
     def first(self, count: int, max_output: int) -> Requests:
-        """The first requests, with shorter outputs."""
+        """The first `count` requests, with outputs of at most `max_output` tokens."""
         return Requests(self.prompts[:count], [min(length, max_output) for length in self.outputs[:count]])
 
 
@@ -59,15 +59,15 @@ class Contender:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     needs: str | None = None
-    """Its environment in `ENVIRONMENTS`; None: the driver's own."""
+    """Name of the contender's environment in `ENVIRONMENTS`; None: the environment of the driver."""
     reads_gguf: bool = False
-    """Whether it gets the GGUF file of a model that has one, instead of a directory."""
+    """Whether the contender gets the GGUF file of a model that has one, instead of a directory."""
     runs_last: bool = False
     """Whether it runs once, after all rounds: it takes so long that other engines would time out while stopped."""
     is_ours: bool = False
 
     def python(self) -> Path:
-        """The interpreter to start it with."""
+        """The Python interpreter that starts the contender's worker."""
         return ENVIRONMENTS[self.needs].python_of() if self.needs else Path(sys.executable)
 
 
@@ -91,7 +91,7 @@ class Workload(ABC):
 
     @abstractmethod
     def model_of(self, contender: Contender) -> Path:
-        """The directory or the file that a contender loads."""
+        """The directory or the file of the model that a contender loads."""
 
     @abstractmethod
     def requests(self, load: int, round_number: int) -> Requests:
@@ -139,7 +139,7 @@ class Contestant:
 
     @property
     def in_play(self) -> bool:
-        """Whether it runs in the next round."""
+        """Whether the contender runs in the next round."""
         return self._worker.is_alive
 
     def take_turn(self, load: int, round_number: int) -> None:
@@ -150,7 +150,7 @@ class Contestant:
         """
         requests = self._workload.requests(load, round_number)
         before = self._worker.cpu_seconds()
-        self._worker.forget_peak()
+        self._worker.reset_peak_bytes()
         timeout = BOX_SECONDS if self.contender.runs_last else SECONDS_TO_RUN
         answer = self._worker.ask("run", timeout, **asdict(requests))
         after = self._worker.cpu_seconds()
@@ -173,7 +173,8 @@ class Contestant:
         return median(known) if known else None
 
     def ratio(self, load: int, to: Contestant) -> float | None:
-        """Its seconds / those of another, the median of the rounds that both ran; None if there is none."""
+        """This contender's seconds / those of the contender `to`: the median of the rounds that both ran; None: no such
+        round."""
         theirs = to.turns.get(load, {})
         shared = [turn.seconds / theirs[at].seconds for at, turn in self.turns.get(load, {}).items() if at in theirs]
         return median(shared) if shared else None
@@ -200,7 +201,7 @@ def compete(contenders: Mapping[str, Contender], workload: Workload, threads: in
     contestants: list[Contestant] = []
     try:
         for name, contender in contenders.items():
-            with peers_may_fail(name, contender):
+            with continue_without_failed_peer(name, contender):
                 contestants.append(Contestant(name, contender, workload, threads))
                 note(f"  {name}: {contestants[-1].about}")
         for round_number in range(rounds):
@@ -221,14 +222,14 @@ def compete(contenders: Mapping[str, Contender], workload: Workload, threads: in
 
 def _take_turn(one: Contestant, load: int, round_number: int) -> None:
     if one.in_play:
-        with peers_may_fail(one.name, one.contender):
+        with continue_without_failed_peer(one.name, one.contender):
             one.take_turn(load, round_number)
             turn = one.turns[load][round_number]
             note(f"  round {round_number + 1}, {load} at once, {one.name}: {turn.seconds:.2f} s")
 
 
 @contextmanager
-def peers_may_fail(name: str, contender: Contender) -> Iterator[None]:
+def continue_without_failed_peer(name: str, contender: Contender) -> Iterator[None]:
     """Report a failed peer, and continue."""
     try:
         yield
@@ -256,7 +257,7 @@ def chosen(names: str | None, contenders: Iterable[str]) -> list[str]:
     known = list(contenders)
     wanted = known if names is None else names.split(",")
     if unknown := sorted(set(wanted) - set(known)):
-        raise SystemExit(f"no contender is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise SystemExit(f"no contender is called {', '.join(unknown)}; choose from {', '.join(known)}")
     return [name for name in known if name in wanted]
 
 

@@ -131,7 +131,9 @@ def chosen_comparisons(arguments: argparse.Namespace, workload: RealModel) -> di
     }
     found = {name: some for name, some in found.items() if len({one.is_ours for one in some.values()}) == 2}
     if not found:
-        raise SystemExit("there is nothing to compare: choose one of Pointsman's contenders and a peer of its dtype")
+        raise SystemExit(
+            "--contenders has nothing to compare: give one of Pointsman's contenders and a peer of its dtype"
+        )
     return found
 
 

@@ -101,7 +101,7 @@ QUICK = Shape("10M", 256, 10, 4, 2, 64, 768, 8_192)
 
 
 def model_directory(shape: Shape, cache: Path = CACHE) -> Path:
-    """The directory with that model, written first if it is not there."""
+    """The directory with a model of this shape, which is written first if it is missing."""
     key = json.dumps([RECIPE, asdict(shape)], sort_keys=True)
     directory = cache / f"qwen3-{shape.name}-{blake2b(key.encode(), digest_size=4).hexdigest()}"
     if directory.is_dir():

@@ -61,7 +61,7 @@ class RealModel(Workload):
         self._directories: dict[str, Path] = {}
         self._tokenizer = read_tokenizer(self.path)
         if self._tokenizer is None:
-            raise SystemExit(f"{self.path} has no tokenizer, so it takes no text; give another --model")
+            raise SystemExit(f"--model {self.path} has no tokenizer, so it accepts no text; give another model")
         self._draw = self._all_prompts()
         self._drawn: list[list[int]] = []
 
@@ -87,14 +87,14 @@ class RealModel(Workload):
     def _requests(self, first: int, count: int, output: int) -> Requests:
         self._drawn += islice(self._draw, max(0, first + count - len(self._drawn)))
         if len(self._drawn) < first + count:
-            raise SystemExit(f"there are {len(self._drawn)} different prompts; ask for fewer --rounds or --requests")
+            raise SystemExit(f"the texts give only {len(self._drawn)} different prompts; lower --rounds or --requests")
         return Requests(self._drawn[first : first + count], [output] * count)
 
     def _all_prompts(self) -> Iterator[list[int]]:
         """The prompts of the right lengths, in a fixed order."""
         texts = [f"{question}\n\n{text}" for question, text in product(QUESTIONS, paragraphs())]
         for at in np.random.default_rng(0).permutation(len(texts)):
-            prompt = in_tokens(self._tokenizer, texts[at])
+            prompt = to_prompt_tokens(self._tokenizer, texts[at])
             if MIN_PROMPT <= len(prompt) <= MAX_PROMPT:
                 yield prompt
 
@@ -106,7 +106,7 @@ def paragraphs() -> list[str]:
     return list(dict.fromkeys(text.replace("\n", " ") for text in prose))
 
 
-def in_tokens(tokenizer: Any, text: str) -> list[int]:
+def to_prompt_tokens(tokenizer: Any, text: str) -> list[int]:
     """A prompt as a server makes it from one message; without a chat format, the text itself."""
     if not tokenizer.chat_template:
         return encode(tokenizer, text)

@@ -47,7 +47,7 @@ class Answer:
 
     tokens: list[int]
     first_token: float | None = None
-    """Seconds from its arrival to its first token; None: the engine does not report it."""
+    """Seconds from the arrival of the request to its first token; None: the engine does not report this time."""
 
 
 class Session(ABC):

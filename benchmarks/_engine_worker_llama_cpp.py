@@ -38,7 +38,7 @@ class Request:
     first_token: float | None = None
 
     def next_tokens(self, room: int) -> list[int]:
-        """Its tokens in the next batch: the rest of its prompt, or its last token."""
+        """Tokens of the request in the next batch: the rest of its prompt, or its last token."""
         rest = self.prompt[self.num_computed :] or self.tokens[-1:]
         return rest[:room]
 
@@ -62,7 +62,7 @@ class LlamaCppSession(Session):
         params.n_threads = params.n_threads_batch = settings.threads
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens")
+            raise RuntimeError(f"llama.cpp cannot create a context of {params.n_ctx} tokens")
         self.batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
@@ -79,7 +79,9 @@ class LlamaCppSession(Session):
 
     def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
         if len(prompts) > self.settings.max_num_seqs:
-            raise RuntimeError(f"{len(prompts)} requests at once; the context has {self.settings.max_num_seqs}")
+            raise RuntimeError(
+                f"{len(prompts)} prompts were given; the context accepts {self.settings.max_num_seqs} at the same time"
+            )
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
         requests = [Request(i, prompt, length) for i, (prompt, length) in enumerate(zip(prompts, outputs, strict=True))]
         start = perf_counter()
@@ -117,7 +119,7 @@ class LlamaCppSession(Session):
 
 
 def converted(file: Path, kind: str, threads: int, cache: Path = CACHE) -> Path:
-    """The GGUF file with the weights of another one in that type, written first if it is not there."""
+    """The GGUF file with the weights of `file` in the type `kind`; it is written first if it is missing."""
     target = cache / f"{file.stem}-{kind}-{file.stat().st_mtime_ns:x}.gguf"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)

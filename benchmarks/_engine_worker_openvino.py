@@ -64,7 +64,7 @@ class OpenVinoSession(Session):
 
 
 def greedy(length: int) -> GenerationConfig:
-    """The likeliest tokens, exactly that many."""
+    """The parameters of greedy decoding with exactly `length` output tokens."""
     config = GenerationConfig()
     config.do_sample = False
     config.max_new_tokens = length
@@ -74,7 +74,7 @@ def greedy(length: int) -> GenerationConfig:
 
 
 def converted(model: Path) -> Path:
-    """The directory with OpenVINO's form of that model, written first if it is not there."""
+    """The directory with the model in OpenVINO's format; it is written first if it is missing."""
     directory = model.with_name(f"{model.name}-openvino-{version('optimum-intel')}")
     if directory.is_dir():
         return directory

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 Pip = Callable[..., None]
-"""Installs the given packages, with further options of pip."""
+"""Function that installs the packages that its arguments name, with further options of pip."""
 
 
 def python_in(environment: Path) -> Path:

@@ -86,11 +86,11 @@ class Hang:
     last_sent: float
     """Seconds until the last request was sent to it."""
     noticed: float
-    """Seconds until it counts as dead; no request is sent to it afterwards."""
+    """Seconds until the engine counts as dead; no request is sent to it afterwards."""
     limit: float
     """The limit in seconds: the option, or on a slow machine ten times the longest silence in a step, if longer."""
     back: float
-    """Seconds until it runs again."""
+    """Seconds until the engine runs again."""
     gap: float
     """The longest gap in the streams of the other engine."""
 
@@ -124,12 +124,12 @@ async def _hang(server: ServerProcess, engine: int, numbers: Iterator[int]) -> H
             if asked["pointsman:engine_restarts_total"] > num_restarts and asked["pointsman:engine_up"] == 2:
                 back = monotonic() - stopped
         if monotonic() - stopped > SECONDS_TO_RETURN:
-            raise TimeoutError(f"engine {engine} is not back within {SECONDS_TO_RETURN:g} s")
+            raise TimeoutError(f"engine {engine} was not restarted within {SECONDS_TO_RETURN:g} s")
     for exchange in (*streams.values(), *small):
         if not await exchange.end(SECONDS_TO_END):
-            raise TimeoutError(f"a request does not end within {SECONDS_TO_END:g} s")
+            raise TimeoutError(f"a request did not end within {SECONDS_TO_END:g} s")
     cut = [stream for number, stream in streams.items() if homes.get(number) == engine]
-    held = [one for one in small if _is_held(one, noticed)]
+    held = [one for one in small if _waited_for_hung_engine(one, noticed)]
     return Hang(
         with_output=len(cut),
         without_output=len(held),
@@ -146,7 +146,7 @@ async def _hang(server: ServerProcess, engine: int, numbers: Iterator[int]) -> H
     )
 
 
-def _is_held(exchange: Exchange, noticed: float) -> bool:
+def _waited_for_hung_engine(exchange: Exchange, noticed: float) -> bool:
     """Whether a request waited for its first token until a hang was noticed."""
     began = exchange.sent_at + SECONDS_TO_END if exchange.first_event_at is None else exchange.first_event_at
     return exchange.sent_at < noticed <= began + SECONDS_BETWEEN_SMALL and began - exchange.sent_at > SECONDS_HELD

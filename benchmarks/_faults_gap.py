@@ -97,7 +97,7 @@ async def _streams(server: WatchedServer) -> AsyncIterator[None]:
             await exchange.begin()
         yield
         if any(exchange.ended_at is not None for exchange in exchanges):
-            raise RuntimeError("a stream ended during the measurement; give it more tokens")
+            raise RuntimeError("a stream ended during the measurement; raise its number of output tokens")
     finally:
         for exchange in exchanges:
             exchange.hang_up()

@@ -96,7 +96,7 @@ async def _begin(server: WatchedServer, tenant: str, name: str) -> float:
     await exchange.end()
     seconds = exchange.seconds_to_first_event
     if seconds is None or status_of(exchange) != 200:
-        raise RuntimeError(f"the schema {name} has the status {status_of(exchange)}, and no answer")
+        raise RuntimeError(f"the request with the schema {name} got no answer; its status is {status_of(exchange)}")
     return seconds
 
 
@@ -138,7 +138,7 @@ async def _hang(server: WatchedServer, count: int, is_quick: bool) -> dict[str, 
     metrics = await read_metrics(server.address)
     figures["restarts"] = metrics["pointsman:grammar_process_restarts_total"]
     if not is_quick:
-        stopping = asyncio.create_task(_keep_stopping(server))
+        stopping = asyncio.create_task(_stop_each_grammar_process(server))
         figures["hung"], figures["hung_statuses"], answers = await _ask_all(server, "for_good", count)
         stopping.cancel()
         figures["retry-after"] = " ".join(sorted({one.answer().headers.get("retry-after", "-") for one in answers}))
@@ -156,7 +156,7 @@ async def _ask_all(server: WatchedServer, name: str, count: int) -> tuple[float,
     return round(monotonic() - began, 3), " ".join(map(str, sorted(statuses))), list(answers)
 
 
-async def _keep_stopping(server: WatchedServer) -> None:
+async def _stop_each_grammar_process(server: WatchedServer) -> None:
     """Stop each grammar process as soon as it exists."""
     while True:
         for pid in _grammar_pids(server):

@@ -20,7 +20,7 @@ from pointsman.engine import Engine, SamplingParams
 
 DEMO = REPOSITORY / "pointsman" / "engine" / "demo"
 VLLM_BLOCK_SIZE = 32
-"""Its attention on a CPU takes multiples of 32."""
+"""Block size of vLLM, whose attention on a CPU accepts only multiples of 32."""
 _WORKER = Path(__file__).resolve().parent / "_vllm_calibration_worker.py"
 _SECONDS_TO_OPEN, _SECONDS_TO_SERVE = 300, 600
 
@@ -33,7 +33,7 @@ class Prompted(Protocol):
 
 
 def prompts_of(sent: Sequence[Prompted], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random tokens; different seeds share no prefix."""
+    """Random prompt tokens for each request; prompts of different seeds share no prefix."""
     rng = np.random.default_rng(seed)
     return [rng.integers(10, vocab_size, size=each.num_prompt_tokens).tolist() for each in sent]
 
@@ -112,7 +112,7 @@ class Vllm:
         num_output_tokens: Sequence[int],
         tenants: Sequence[str] = (),
     ) -> TokenTimes:
-        """As that of `BundledEngine`."""
+        """Send all requests at their times, as `BundledEngine.serve` does; returns each request's token times."""
         told = self._worker.ask(
             "run",
             _SECONDS_TO_SERVE,
@@ -124,5 +124,5 @@ class Vllm:
         return list(told["tokens"])
 
     def close(self) -> None:
-        """End its process."""
+        """End the process of vLLM."""
         self._worker.close()

@@ -119,7 +119,7 @@ def watch_begins() -> list[float]:
 
 
 def exactly(num_tokens: int) -> SamplingParams:
-    """Greedy, ended only by the length."""
+    """Greedy sampling parameters for a request that only its length ends."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
@@ -130,7 +130,7 @@ def last_step(engine: Engine) -> tuple[int, int]:
 
 
 def scheduler_seconds(engine: Engine) -> float:
-    """Seconds in the scheduler since the engine was made, by its own count."""
+    """Seconds that the engine has spent in the scheduler since its start, as the engine counts them."""
     return float(engine.counters.scheduler_time)
 
 

@@ -36,7 +36,7 @@ STEP_TIME = RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("r
 
 @cache
 def requests() -> list[Arrival]:
-    """The requests at the speed of the trace."""
+    """The first requests of the Azure hour, at the speed of the trace."""
     trace = read_trace(AZURE_TRACE, limit=NUM_REQUESTS)
     return with_target(list(OpenLoop(trace).first_arrivals()), TTFT_TARGET)
 

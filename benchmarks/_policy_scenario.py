@@ -53,7 +53,7 @@ class Scenario:
     """Host memory for settings that swap; other settings run without it."""
 
     def workload(self, speed: float, num_requests: int | None = None) -> Stretch:
-        """The first requests at a speed."""
+        """The first `num_requests` requests of the scenario, at a speed."""
         arrivals = tuple(self.arrivals(speed)[:num_requests])
         return Stretch(arrivals, arrivals[-1][0] - arrivals[0][0])
 
@@ -81,7 +81,7 @@ class Figures:
     prefix_hit_share: float | None
     """Share of the prompt tokens of fresh requests found in the prefix cache; None: no lookup was made."""
     agents_hit_share: float | None
-    """The same share for the tenant "agents"; None: there is no such tenant."""
+    """`prefix_hit_share` of the tenant "agents"; None: there is no such tenant."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft_mean_of: Mapping[str, float]
@@ -125,7 +125,7 @@ def configured(scenario: Scenario, overrides: Mapping[str, Any]) -> SchedulerCon
         KeyError: a setting is not known.
     """
     if unknown := sorted(set(overrides) - set(SchedulerConfig.__dataclass_fields__)):
-        raise KeyError(f"{unknown[0]} is no setting of SchedulerConfig")
+        raise KeyError(f"{unknown[0]} is not a field of SchedulerConfig")
     return scenario.config.replace(**overrides)
 
 
@@ -218,7 +218,7 @@ def highest_speed(
 
 
 def scaled(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """The same requests, `speed` times as fast."""
+    """The same requests, which arrive `speed` times as fast."""
     return [(time / speed, request) for time, request in arrivals]
 
 

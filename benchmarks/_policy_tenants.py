@@ -18,7 +18,7 @@ SEED = 7
 
 @cache
 def of_tenants() -> list[Arrival]:
-    """The requests, each with a drawn tenant."""
+    """The Azure requests, each with a tenant drawn at random."""
     rng = np.random.default_rng(SEED)
     shares = [HEAVY_SHARE, *[(1 - HEAVY_SHARE) / len(LIGHT)] * len(LIGHT)]
     tenants = rng.choice([HEAVY, *LIGHT], size=len(requests()), p=shares).tolist()

@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def engines(self) -> list[int]:
-        """Engine processes."""
+        """Process ids of the engines of the cluster."""
         return self.processes(ENGINE_PROCESS)
 
 

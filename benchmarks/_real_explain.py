@@ -52,7 +52,7 @@ class Talk:
 
 
 def measure_explanations(model: str, quick: bool, targets: Targets) -> dict[str, Any]:
-    """The figures, and an example."""
+    """Check the explanations of waiting requests during chats; returns the figures and prints an example."""
     blocks, slots = (BLOCKS_QUICK, MAX_NUM_SEQS_QUICK) if quick else (BLOCKS, MAX_NUM_SEQS)
     with tempfile.TemporaryDirectory() as folder:
         recording, film = Path(folder) / "run.jsonl", Path(folder) / "run.film"

@@ -133,7 +133,7 @@ def parts_of(recording: Path, num_requests: Sequence[int]) -> list[Path]:
 def measure_prediction(
     model: str, tokenizer: Any, rounds: int | None, num_requests: int | None, targets: Targets
 ) -> dict[str, Any]:
-    """The figures, as in `calibration.py`."""
+    """Measure how well the profile predicts the server; returns the figures, as in `calibration.py`."""
     text = encode(tokenizer, documentation(TEXT_CHARACTERS), add_special_tokens=False)
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder) / "server.jsonl"

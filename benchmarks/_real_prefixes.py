@@ -48,7 +48,7 @@ class Chat:
         self.outputs: list[RequestOutput] = []
 
     def ask(self, question: str, max_tokens: int) -> RequestOutput:
-        """The next turn."""
+        """Generate the output of the next turn of the conversation."""
         self.messages.append({"role": "user", "content": question})
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         (output,) = self.llm.chat(self.messages, params, use_tqdm=False)
@@ -58,7 +58,7 @@ class Chat:
 
 
 def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[str, Any]:
-    """The figures by turn."""
+    """Measure the chat with and without the prefix cache; returns the figures by turn."""
     questions, num_tokens = (CHAT[:TURNS_QUICK], ANSWER_TOKENS_QUICK) if quick else (CHAT, ANSWER_TOKENS)
     cached, plain = Chat(model, True), Chat(model, False)
     turns: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
     )
     num_equal = sum(turn["is_equal"] for turn in turns)
     targets.holds(f"{num_equal} of {len(turns)} answers are equal without the cache", num_equal == len(turns))
-    sampled = _encoded_again(cached.llm, SAMPLED_TOKENS_QUICK if quick else SAMPLED_TOKENS)
+    sampled = _encode_outputs_again(cached.llm, SAMPLED_TOKENS_QUICK if quick else SAMPLED_TOKENS)
     note(
         f"sampled at temperature 1: {sampled['encoded_otherwise']} of {sampled['answers']} answers are encoded "
         f"otherwise, {sampled['lost']} of {sampled['tokens']} tokens are behind the first difference"
@@ -116,7 +116,7 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
     return {"turns": turns, "hit_share": round(share, 4), "ttft_ratio": round(ratio, 3), "sampled": sampled}
 
 
-def _encoded_again(llm: LLM, num_tokens: int) -> dict[str, int]:
+def _encode_outputs_again(llm: LLM, num_tokens: int) -> dict[str, int]:
     """How the tokens of sampled outputs change when their text is encoded."""
     conversations = [[{"role": "user", "content": question}] for question in CHAT]
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens) for seed in range(len(CHAT))]
@@ -134,7 +134,7 @@ def _encoded_again(llm: LLM, num_tokens: int) -> dict[str, int]:
 
 
 def _num_equal(before: Sequence[int], after: Sequence[int]) -> int:
-    """The number of tokens in their common prefix."""
+    """Number of tokens in the common prefix of two token sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
 
 

@@ -48,7 +48,7 @@ class RouterProcess:
         return self._process.pid
 
     def log(self) -> str:
-        """Its output so far."""
+        """The output of the router so far."""
         return self._output.read_text(errors="replace")
 
     def wait_ready(self, timeout: float) -> None:

@@ -41,7 +41,7 @@ def request_of(number: int, num_tokens: int, *, greedy: bool = False) -> bytes:
 
 
 def whole(exchange: Exchange) -> Stream | None:
-    """The content of a stream, if it is complete."""
+    """The parsed stream, if it is complete; None otherwise."""
     try:
         stream = exchange.answer().stream()
     except BrokenAnswer:
@@ -122,7 +122,7 @@ class Killing:
             await exchange.end()
         while (await read_metrics(self._side.address))["pointsman:engine_up"] < len(pids):
             if monotonic() - killed > SECONDS_TO_RETURN:
-                raise TimeoutError(f"the engine is not back within {SECONDS_TO_RETURN:g} s")
+                raise TimeoutError(f"the engine was not restarted within {SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.05)
         self.back.append(monotonic() - killed)
         self._born |= {pid: monotonic() for pid in self._side.server.engine_pids if pid not in self._born}
@@ -190,7 +190,7 @@ def tokens_of(pieces: Sequence[bytes]) -> list[int]:
     return found
 
 
-async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
+async def max_logprob_shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
     """The maximum difference of log probability between a greedy stream's token and the most likely one, if the engine
     computes prompt and tokens at once.
     """
@@ -205,12 +205,12 @@ async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
     return worst
 
 
-async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
+async def measure_kills_in_bfloat16(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
     """The same in bfloat16, with greedy streams: each is equal up to the death, and continues as validly as the
     undisturbed one."""
     killing = Killing(side, [request_of(number, num_tokens, greedy=True) for number in range(KILLED_TOGETHER)], seed=3)
     undisturbed = [tokens_of(exchange.pieces) for exchange in await killing.undisturbed()]
-    allowed = max([await shortfall(side, number, tokens) for number, tokens in enumerate(undisturbed)])
+    allowed = max([await max_logprob_shortfall(side, number, tokens) for number, tokens in enumerate(undisturbed)])
     failed = equal = equal_before = 0
     worst = 0.0
     for _ in range(count):
@@ -221,7 +221,7 @@ async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, An
             before = tokens_of(exchange.pieces[:num_pieces])
             equal_before += before == expected[: len(before)]
             equal += tokens == expected
-            worst = max(worst, await shortfall(side, number, tokens))
+            worst = max(worst, await max_logprob_shortfall(side, number, tokens))
     return {
         **await killing.counts(count, failed),
         "equal_up_to_the_death": equal_before,

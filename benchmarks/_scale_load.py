@@ -52,7 +52,7 @@ async def load(address: Address, requests: Sequence[bytes]) -> None:
         while left:
             exchange = await send(address, left.pop())
             if not exchange.answer().stream().is_done:
-                raise BrokenAnswer("a stream without an end")
+                raise BrokenAnswer("a stream ended without its last event")
 
     await asyncio.gather(*[client() for _ in range(CLIENTS)])
 

@@ -44,7 +44,8 @@ POLICIES = ("round_robin", "kv_aware", "cache_aware")
 DRAIN = ("--drain-delay", "5", "--drain-timeout", "100")
 """Further options of the servers. The delay is that of docs/scaling.md."""
 MIN_HIT_RATE = 0.77
-"""With `cache_aware`. The router's rule spreads prefixes less evenly than ours: 0.79 to 0.83 in six runs."""
+"""Minimum hit rate with the router's policy `cache_aware`, which spreads prefixes less evenly than ours: 0.79 to 0.83
+in six runs."""
 HIT_RATE, FAILED = "hit rate of two servers behind a router", "requests that failed when a server behind it ended"
 
 
@@ -70,7 +71,7 @@ class Routed:
         return [(HOST, server.port) for server in self.servers]
 
     def router(self, policy: str) -> RouterProcess:
-        """Start a router in front of them."""
+        """Start a router in front of both servers."""
         options = ["--policy", policy, *READINESS]
         if policy == "kv_aware":
             options += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_SIZE)]
@@ -79,7 +80,7 @@ class Routed:
         return start_router([server.url for server in self.servers], *options)
 
     async def forget(self) -> None:
-        """Empty the prefix caches."""
+        """Empty the prefix caches of both servers."""
         for address in self.addresses:
             answer = await send(address, post("/reset_prefix_cache", b"", {"User-Agent": "pointsman-benchmarks"}))
             assert answer.answer().status == 200, answer.answer()

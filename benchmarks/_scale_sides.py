@@ -21,7 +21,7 @@ class Side:
     server: ServerProcess
     seconds_to_start: float
     rates: list[float] = field(default_factory=list)
-    """Requests a second, for each round."""
+    """Rate of finished requests per second, for each round."""
     api_cpu: float = 0.0
     engine_cpu: float = 0.0
     requests: int = 0

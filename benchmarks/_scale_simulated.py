@@ -22,7 +22,7 @@ MAX_DIFFERENCE = 0.03
 
 
 def requests_behind(prefixes: list[int]) -> list[TraceRequest]:
-    """A request behind each of these prefixes."""
+    """Requests of the load, one for each of these prefixes."""
     blocks = PREFIX_TOKENS // BLOCK_SIZE
     return [
         TraceRequest(
@@ -68,7 +68,7 @@ class Measured:
     num_requests: int
     num_engines: int
     pool: int
-    """Blocks of each engine."""
+    """Number of KV blocks of each engine."""
     routing: str = "prefix-affinity"
     """The simulator's rule that is equal or equivalent to the measured one."""
 

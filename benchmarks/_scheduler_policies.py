@@ -98,13 +98,13 @@ def _settings(running: int, num_tokens: int) -> dict[str, Any]:
 
 
 def policies(names: Sequence[str] = ()) -> list[Found]:
-    """Every registered policy, or those with these names."""
+    """All registered policies; with `names`, only the policies of these names."""
     found = [Found(kind, name, policy) for kind in KINDS for name, policy in known(kind).items()]
     return [each for each in found if not names or each.name in names]
 
 
 def chosen(found: Found) -> dict[str, Any]:
-    """The field of the configuration that names a policy."""
+    """The field of `SchedulerConfig` that selects this policy, with its value."""
     field = FIELDS.get(found.kind, found.kind)
     return {field: [found.name] if isinstance(DEFAULTS[field], tuple) else found.name}
 

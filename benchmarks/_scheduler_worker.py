@@ -92,7 +92,7 @@ class Session(ABC):
 
     def verified_result(self, running: int) -> Any:
         """A result for a step in which drafts of every request are verified."""
-        raise NotImplementedError("this side is not measured with drafts")
+        raise NotImplementedError("this scheduler is not measured with drafts")
 
     @abstractmethod
     def num_scheduled(self, output: Any) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class Session(ABC):
 
     @abstractmethod
     def num_preemptions(self, request: Any) -> int:
-        """How often a request lost its blocks."""
+        """Number of preemptions of a request."""
 
     # ------------------------------------------------------------------ timed calls
 

@@ -18,7 +18,7 @@ MAX_BYTES = 4 * 1024 * 1024
 """Maximum size of a body, the server's default."""
 MANY = 1_000_000
 LONG_PROMPT = 10_000
-"""Tokens."""
+"""Number of tokens of a long prompt."""
 NUM_WORDS = 20_000
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -32,7 +32,7 @@ class Gap(NamedTuple):
 
     seconds: float
     cpu_seconds: float
-    """Processor time of the process in between, all threads."""
+    """Processor time that all threads of the process used between the two beats."""
 
 
 class Beats:
@@ -81,7 +81,7 @@ class Beats:
         return max(gaps, default=Gap(0.0, 0.0))
 
 
-def keep_beating(loop: Any, beats: Beats) -> None:
+def write_beats(loop: Any, beats: Beats) -> None:
     """Write a time every 5 ms in which the loop is free."""
 
     def beat() -> None:
@@ -102,7 +102,7 @@ def serve(path: Path, arguments: list[str]) -> None:
     def make_beating_loop() -> Any:
         uvloop.new_event_loop = make_loop
         loop = make_loop()
-        keep_beating(loop, Beats(path))
+        write_beats(loop, Beats(path))
         return loop
 
     uvloop.new_event_loop = make_beating_loop

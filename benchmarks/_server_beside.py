@@ -97,7 +97,7 @@ class WatchedServer:
             gap = stream.longest_gap(begin, end)
         held = self._loop.longest_gap(begin, end)
         if not self._loop.count:
-            raise RuntimeError("the server's event loop writes no times: is it made by another function now?")
+            raise RuntimeError("the server's event loop writes no times: the patched function may have been renamed")
         if waits_until_idle:
             await wait_until_idle(self.address, SECONDS_TO_CALM)
         late = max(0.0, held.seconds - SECONDS_BETWEEN_BEATS)
@@ -118,11 +118,11 @@ class WatchedServer:
                 limit = monotonic() + SECONDS_TO_CALM
                 while beats.count < SETTLED_TOKENS:
                     if monotonic() > limit or process.poll() is not None:
-                        raise RuntimeError(f"the stream had {beats.count} tokens within {SECONDS_TO_CALM:.0f} s")
+                        raise RuntimeError(f"the stream had only {beats.count} tokens within {SECONDS_TO_CALM:.0f} s")
                     await asyncio.sleep(0.02)
                 yield beats
                 if process.poll() is not None:
-                    raise RuntimeError("the stream ended during the measurement; give it more tokens")
+                    raise RuntimeError("the stream ended during the measurement; raise its number of output tokens")
             finally:
                 process.kill()
                 path.unlink()
@@ -387,7 +387,7 @@ def too_large() -> bytes:
 
 
 def too_large_in_chunks() -> bytes:
-    """The same without a length, so that the server must count."""
+    """A body that is too large and is sent in chunks without a length, so that the server must count its bytes."""
     head = post("/v1/completions", b"").replace(b"Connection: close\r\n", b"")
     chunk = b"%x\r\n" % 65536 + b" " * 65536 + b"\r\n"
     return head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + chunk * (MAX_BYTES // 65536 + 4)

@@ -187,5 +187,5 @@ def wait_until(condition: Any, timeout: float, what: str) -> None:
     end = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"not within {timeout:g} s: {what}")
+            raise TimeoutError(f"this did not happen within {timeout:g} s: {what}")
         time.sleep(0.05)

@@ -60,7 +60,7 @@ class Planned:
         return isinstance(self.body, dict) and self.body.get("logprobs") is not None
 
     def unstreamed(self) -> bytes:
-        """The same request, with a response in one piece."""
+        """This request without streaming, with a response in one piece."""
         assert isinstance(self.body, dict)
         return post(self.path, {name: value for name, value in self.body.items() if not name.startswith("stream")})
 

@@ -86,7 +86,7 @@ def serve_all(engine: LLMEngine, name: str, prompts: list[list[int]], max_tokens
     return {"seconds": wall, "digest": digest} | measured
 
 
-def stand_idle(engine: LLMEngine, seconds: float) -> dict[str, Any]:
+def run_without_requests(engine: LLMEngine, seconds: float) -> dict[str, Any]:
     """CPU seconds of the engine core's process while it is idle."""
     before = _clock(engine)
     sleep(seconds)
@@ -101,7 +101,7 @@ def _clock(engine: LLMEngine, timed: bool = False) -> dict[str, float]:
 def answer(engine: LLMEngine, command: dict[str, Any]) -> dict[str, Any]:
     """The result of a command for an open engine."""
     if command["command"] == "idle":
-        return stand_idle(engine, command["seconds"])
+        return run_without_requests(engine, command["seconds"])
     return serve_all(engine, command["name"], command["prompts"], command["max_tokens"], command["timed"])
 
 

@@ -34,7 +34,7 @@ class Step:
     finished: list[tuple[int, Any]]
     """Indices of those that finish, and why."""
     first: list[int]
-    """Those that report how their prompt was computed."""
+    """Outputs that report how the prompt of their request was computed."""
     counts: tuple[int, int]
     """(running, waiting) after the step."""
 

@@ -49,7 +49,7 @@ class WorkerProcess:
             text=True,
             env={name: value for name, value in merged.items() if value is not None},
             process_group=0,
-            preexec_fn=_heed_hang_up,
+            preexec_fn=_exit_when_the_parent_ends,
         )
         self._stop()
 
@@ -93,7 +93,7 @@ class WorkerProcess:
         ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in self._stats("[0-9]*/stat"))
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def forget_peak(self) -> None:
+    def reset_peak_bytes(self) -> None:
         """Reset `peak_bytes`, if there is a /proc."""
         for process in self._processes():
             with suppress(OSError):
@@ -158,6 +158,6 @@ class WorkerProcess:
             return
 
 
-def _heed_hang_up() -> None:
+def _exit_when_the_parent_ends() -> None:
     """Restore SIGHUP: a driver under `nohup` ignores it, and its child processes would, too."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

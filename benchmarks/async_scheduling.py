@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import Targets, argument_parser, at_least_one, finish, note, paired_ratio, print_table, run
+from _common import Targets, argument_parser, finish, note, paired_ratio, parse_positive_int, print_table, run
 from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import exactly, open_engine, vocabulary_size, watch_begins, watch_passes
 
@@ -149,7 +149,7 @@ def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument(
         "--rounds",
-        type=at_least_one,
+        type=parse_positive_int,
         help=f"rounds of {TURNS} turns of each side (default {ROUNDS}, {ROUNDS_LARGE} of the large)",
     )
     arguments = parser.parse_args()

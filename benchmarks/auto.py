@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _policy_scenario import LOADS, Load, Scenario, measure
 from _policy_training import TRAINING
 from policies import BUDGETS, NUM_QUICK, SCENARIOS, WATERMARKS, Settings, described
@@ -176,7 +176,7 @@ def simulating(num_workers: int) -> Iterator[Simulations]:
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--workers", type=at_least_one, default=available_cores(), help="processes that simulate")
+    parser.add_argument("--workers", type=parse_positive_int, default=available_cores(), help="processes that simulate")
     parser.add_argument("--choose", action="store_true", help="search again, and compare with the preset as it is")
     arguments: argparse.Namespace = parser.parse_args()
     targets = Targets()

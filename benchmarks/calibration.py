@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _live_engines import DEMO, BundledEngine, Vllm, prompts_of
 from _open_loop import TokenTimes
 from vllm_env import VLLM_VERSION, is_complete
@@ -220,7 +220,7 @@ def figures(ttft: Any, gaps: Any, num_tokens: int, seconds: float) -> dict[str, 
 
 
 def predicted(step_time: StepTime, sent: Sequence[TraceRequest], config: SchedulerConfig) -> dict[str, float]:
-    """The same figures of a simulation."""
+    """The figures of a simulation of the measured requests."""
     timings = simulate(OpenLoop(sent), config, step_time).timings
     gaps, counts = timings.gaps()
     return figures(
@@ -289,8 +289,8 @@ def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--host", choices=("engine", "vllm", "both"), default="both", help="which engines to measure")
     parser.add_argument("--model", default="demo", help="a model directory; the bundled demo model if not given")
-    parser.add_argument("--threads", type=at_least_one, default=1, help="of each engine's arithmetic")
-    parser.add_argument("--rounds", type=at_least_one, help=f"pairs of runs [default: {ROUNDS}]")
+    parser.add_argument("--threads", type=parse_positive_int, default=1, help="of each engine's arithmetic")
+    parser.add_argument("--rounds", type=parse_positive_int, help=f"pairs of runs [default: {ROUNDS}]")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     quick, targets = arguments.quick, Targets()

@@ -40,7 +40,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _engine_contest import (
     OPENVINO,
     POINTSMAN,
@@ -144,7 +144,7 @@ def main() -> int:
         "--model", metavar="MODEL", help="real weights and prompts: a named model, a directory, a GGUF file"
     )
     parser.add_argument(
-        "--rounds", type=at_least_one, help="how often each contender serves the workload (3; quick: 2)"
+        "--rounds", type=parse_positive_int, help="how often each contender serves the workload (3; quick: 2)"
     )
     parser.add_argument("--contenders", metavar="NAME,...", help="some of the contenders, which the tables name")
     parser.add_argument(
@@ -153,7 +153,7 @@ def main() -> int:
         help="contenders of one dtype; quantized: llama.cpp beside Pointsman, with --model (all; quick: float32, and "
         "with --model quantized)",
     )
-    parser.add_argument("--threads", type=at_least_one, help="of each contender (2; quick: 1)")
+    parser.add_argument("--threads", type=parse_positive_int, help="of each contender (2; quick: 1)")
     parser.add_argument(
         "--requests",
         metavar="COUNT,...",
@@ -168,9 +168,9 @@ def main() -> int:
 
         return measure(arguments)
     if arguments.dtype == "quantized":
-        parser.error("--dtype quantized is for real weights; give --model")
+        parser.error("--dtype quantized needs real weights; give --model")
     if len(arguments.requests or [0]) > 1:
-        parser.error("several loads are for real weights; give --requests one number, or --model")
+        parser.error("several numbers in --requests need real weights; give one number, or --model")
     return measure_random(arguments)
 
 
@@ -185,7 +185,7 @@ def measure_random(arguments: argparse.Namespace) -> int:
     names = chosen(arguments.contenders or (",".join(QUICK_CONTENDERS) if quick else None), CONTENDERS)
     names = list(without_missing({name: CONTENDERS[name] for name in names}))
     if not names:
-        raise SystemExit("no contender is left; choose others with --contenders")
+        raise SystemExit("none of the contenders is installed; give others with --contenders")
     dtype, targets = arguments.dtype or ("float32" if quick else "all"), Targets()
     dtypes = DTYPES if dtype == "all" else (dtype,)
     figures = {one: report(names, workload, one, arguments, targets) for one in dtypes}
@@ -204,7 +204,7 @@ def measure_random(arguments: argparse.Namespace) -> int:
 
 def counts(text: str) -> list[int]:
     """The value of `--requests`: each number once, in ascending order."""
-    return sorted({at_least_one(one) for one in text.split(",")})
+    return sorted({parse_positive_int(one) for one in text.split(",")})
 
 
 if __name__ == "__main__":

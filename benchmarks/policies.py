@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from time import monotonic, process_time
 from typing import Any, TypeAlias
 
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _policy_agents import AGENTS_AND_GREED, AGENTS_BESIDE_FLOOD
 from _policy_azure import AZURE, AZURE_CACHED
 from _policy_chats_and_documents import CHATS_AND_DOCUMENTS
@@ -520,7 +520,7 @@ def setting(text: str) -> tuple[str, Any]:
     """The name and the value of key=value; a value that is no JSON is a word."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no setting; write it like watermark=0.02")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a setting; write NAME=VALUE, such as watermark=0.02")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -529,11 +529,11 @@ def setting(text: str) -> tuple[str, Any]:
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--workers", type=at_least_one, default=available_cores(), help="processes that simulate")
+    parser.add_argument("--workers", type=parse_positive_int, default=available_cores(), help="processes that simulate")
     parser.add_argument("--scenario", choices=SCENARIOS, help="run this one alone and print its figures")
     parser.add_argument("--load", choices=LOADS, help="of that run [default: all three]")
     parser.add_argument("--speed", type=float, help="of that run, instead of a load")
-    parser.add_argument("--requests", type=at_least_one, help="only the first ones of that run")
+    parser.add_argument("--requests", type=parse_positive_int, help="only the first ones of that run")
     parser.add_argument("--set", action="append", default=[], type=setting, metavar="KEY=VALUE", help="a setting of it")
     parser.add_argument("--saturation", action="store_true", help="find the speed from which on its queue grows")
     arguments = parser.parse_args()

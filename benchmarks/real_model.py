@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _common import Targets, argument_parser, at_least_one, finish, note, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, run
 from _real_drafts import measure_drafts
 from _real_explain import measure_explanations
 from _real_prediction import NUM_REQUESTS, ROUNDS, measure_prediction
@@ -36,8 +36,10 @@ PARTS = ("drafts", "prefixes", "explanations", "prediction")
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--only", choices=PARTS, help="measure this alone")
-    parser.add_argument("--rounds", type=at_least_one, help=f"pairs of runs for the prediction [default: {ROUNDS}]")
-    parser.add_argument("--requests", type=at_least_one, help=f"requests of such a run [default: {NUM_REQUESTS}]")
+    parser.add_argument(
+        "--rounds", type=parse_positive_int, help=f"pairs of runs for the prediction [default: {ROUNDS}]"
+    )
+    parser.add_argument("--requests", type=parse_positive_int, help=f"requests of such a run [default: {NUM_REQUESTS}]")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quick, targets = arguments.quick, Targets()

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from statistics import median
 from time import monotonic
 
-from _common import Targets, argument_parser, at_least_one, finish, paired_ratio, print_table, run
-from _scale_kills import kills, rounded_kills
+from _common import Targets, argument_parser, finish, paired_ratio, parse_positive_int, print_table, run
+from _scale_kills import kills, measure_kills_in_bfloat16
 from _scale_load import (
     CLIENTS,
     NUM_PREFIXES,
@@ -93,8 +93,10 @@ async def prefixes(sides: Sequence[Side], rounds: int, num_requests: int) -> Non
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--rounds", type=at_least_one, help="rounds of the load [default: 7, quick: 2]")
-    parser.add_argument("--kills", type=at_least_one, help="how often an engine is killed [default: 20, quick: 1]")
+    parser.add_argument("--rounds", type=parse_positive_int, help="rounds of the load [default: 7, quick: 2]")
+    parser.add_argument(
+        "--kills", type=parse_positive_int, help="how often an engine is killed [default: 20, quick: 1]"
+    )
     arguments = parser.parse_args()
     quick, targets = arguments.quick, Targets()
     rounds, num_requests = arguments.rounds or (2 if quick else 7), 48 if quick else 240
@@ -122,7 +124,7 @@ def main() -> int:
             run_async(prefixes([four := started(FOUR, 2 * POOL, "--data-parallel-size", "4", crowded=True)], 1, 240))
             four.server.stop()
             bfloat16 = started(ROUNDED, 2 * POOL, "--data-parallel-size", "2", "--dtype", "bfloat16")
-            rounded = run_async(rounded_kills(bfloat16, max(1, num_kills // 4), LONG))
+            rounded = run_async(measure_kills_in_bfloat16(bfloat16, max(1, num_kills // 4), LONG))
     finally:
         for side in sides.values():
             side.server.__exit__()

@@ -28,7 +28,7 @@ from time import monotonic
 from typing import Any
 
 import ray_env
-from _common import Targets, argument_parser, at_least_one, finish, print_table, run
+from _common import Targets, argument_parser, finish, parse_positive_int, print_table, run
 from _ray_cluster import SECONDS_TO_START, Cluster, application, cluster
 from _scale_kills import SECONDS_TO_RETURN, compared, text_of
 from _scale_kills import request_of as long_request
@@ -143,7 +143,7 @@ async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict
             await exchange.end()
         while (await read_metrics(side.address))["pointsman:engine_up"] < 2:
             if monotonic() - killed > 2 * SECONDS_TO_RETURN:
-                raise TimeoutError(f"the engine is not back within {2 * SECONDS_TO_RETURN:g} s")
+                raise TimeoutError(f"the engine was not restarted within {2 * SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.1)
         back.append(monotonic() - killed)
         lost, changed = compared(exchanges, expected)
@@ -159,8 +159,8 @@ async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--rounds", type=at_least_one, help="rounds of the load [default: 5, quick: 2]")
-    parser.add_argument("--kills", type=at_least_one, help="how often each is killed [default: 3, quick: 1]")
+    parser.add_argument("--rounds", type=parse_positive_int, help="rounds of the load [default: 5, quick: 2]")
+    parser.add_argument("--kills", type=parse_positive_int, help="how often each is killed [default: 3, quick: 1]")
     arguments = parser.parse_args()
     if ray_env.make([]) != 0:
         return finish("scale_ray", {}, Targets(not_measured=["all (Ray cannot be installed)"]), arguments.check)

@@ -358,7 +358,7 @@ def main() -> int:
     names = arguments.policies.split(",") if arguments.policies else ()
     unknown = set(names) - {found.name for found in policies()}
     if unknown:
-        parser.error(f"no policy is called {', '.join(sorted(unknown))}; pointsman policies lists those that there are")
+        parser.error(f"no policy is called {', '.join(sorted(unknown))}; pointsman policies lists all policies")
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(SIZES)
     rounds = 5 if arguments.quick else ROUNDS
 

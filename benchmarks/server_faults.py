@@ -140,7 +140,7 @@ async def under_way(address: Address, requests: Sequence[bytes]) -> list[Exchang
         if len(listed) + sum(exchange.ended_at is not None for exchange in exchanges) >= len(exchanges) and answering:
             return exchanges
         await asyncio.sleep(0.02)
-    raise TimeoutError(f"the server did not take {len(exchanges)} requests within 30 s")
+    raise TimeoutError(f"the server did not accept {len(exchanges)} requests within 30 s")
 
 
 def stream_of(exchange: Exchange) -> Stream | None:
@@ -459,7 +459,7 @@ def scenario_names(text: str) -> list[str]:
     unknown = sorted(set(names) - set(SCENARIOS))
     if unknown:
         there_are = ", ".join(SCENARIOS)
-        raise argparse.ArgumentTypeError(f"no scenario is called {', '.join(unknown)}; there are {there_are}")
+        raise argparse.ArgumentTypeError(f"no scenario is called {', '.join(unknown)}; choose from {there_are}")
     return names
 
 

@@ -81,7 +81,7 @@ class Round:
 # ------------------------------------------------------------------------------------------------------------- load
 
 
-async def carry_out(address: Address, planned: Planned) -> Outcome:
+async def send_planned(address: Address, planned: Planned) -> Outcome:
     """Send one request, and read or hang up as planned."""
     try:
         exchange = await start(address, planned.request, hang_up_after=planned.hang_up_after)
@@ -102,7 +102,7 @@ async def serve_all(address: Address, planned: Sequence[Planned], num_streams: i
 
     async def one(each: Planned) -> Outcome:
         async with gate:
-            return await carry_out(address, each)
+            return await send_planned(address, each)
 
     return list(await asyncio.gather(*(one(each) for each in planned)))
 
@@ -131,7 +131,7 @@ async def run_round(server: ServerProcess, address: Address, planned: list[Plann
     waits, bounds = waits_and_bounds(outcomes, [*work_done, (monotonic(), tokens_in(after))])
     return Round(
         seconds=seconds,
-        counts=dict(Counter(what_happened(each) for each in outcomes)),
+        counts=dict(Counter(describe_outcome(each) for each in outcomes)),
         faults=faults,
         output_tokens_per_second=gained["vllm:generation_tokens_total"] / seconds,
         first_token_seconds=waits,
@@ -263,7 +263,7 @@ async def repeat_fault(address: Address, outcome: Outcome) -> str | None:
     return f"{describe(outcome.planned)}: streamed {streamed.text!r}, alone {alone!r}"
 
 
-def what_happened(outcome: Outcome) -> str:
+def describe_outcome(outcome: Outcome) -> str:
     """The result of a request, for the counts."""
     if outcome.exchange is None:
         return "failed"

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _engine_model import Job, make_jobs, make_prompts
 from _engine_worker import Settings
 from _server_against import TARGET, TINY, measure_against, report_against
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="measure the server of another checkout instead"
     )
-    parser.add_argument("--starts", type=at_least_one, help="of the servers, with --against (24; quick: 1)")
+    parser.add_argument("--starts", type=parse_positive_int, help="of the servers, with --against (24; quick: 1)")
     arguments = parser.parse_args()
     if arguments.against is not None:
         return compare_checkouts(arguments)

@@ -215,7 +215,7 @@ def peer_names(text: str) -> list[str]:
     names = text.split(",")
     unknown = sorted(set(names) - set(PEERS))
     if unknown:
-        raise argparse.ArgumentTypeError(f"no peer is called {', '.join(unknown)}; there are {', '.join(PEERS)}")
+        raise argparse.ArgumentTypeError(f"no peer is called {', '.join(unknown)}; choose from {', '.join(PEERS)}")
     return names
 
 
@@ -235,7 +235,9 @@ def main() -> int:
         setting |= {"model": "demo", "client": "own", "rounds": 1}
     else:
         if not vllm_env.is_complete():
-            raise SystemExit("no environment for vLLM, whose client this needs; python benchmarks/vllm_env.py makes it")
+            raise SystemExit(
+                "the environment with vLLM, whose client sends the load, is missing; run python benchmarks/vllm_env.py"
+            )
         num_requests = NUM_REQUESTS
         knobs = Knobs(served_directory(SIZES[arguments.size]), threads)
         results = compete(arguments.peers, knobs, arguments.rounds)

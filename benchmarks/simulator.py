@@ -226,7 +226,7 @@ def growth(trace: list[TraceRequest], rounds: int) -> float:
         _, plain = timed(trace, config)
         outcome, long = timed(longer, config)
         if outcome.stats[0].num_preemptions:
-            raise RuntimeError("the pool was short; growth with events cannot be measured")
+            raise RuntimeError("the pool had too few blocks, so requests were preempted; growth cannot be measured")
         ratios.append(long / plain)
     return median(ratios)
 

@@ -252,7 +252,7 @@ def thread_counts(text: str) -> list[int]:
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of threads, such as 1,2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of threads; give a list such as 1,2")
     return counts
 
 

@@ -15,7 +15,7 @@ from itertools import product
 from time import process_time
 from typing import Any
 
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.devices import device
@@ -189,7 +189,7 @@ def check(name: str, found: dict[str, Any], targets: Targets) -> None:
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--only", help="the workloads with this in their name")
-    parser.add_argument("--workers", type=at_least_one, default=1, help="processes that simulate")
+    parser.add_argument("--workers", type=parse_positive_int, default=1, help="processes that simulate")
     arguments = parser.parse_args()
     targets = Targets()
     figures: dict[str, Any] = {"quick": arguments.quick, "workloads": {}}

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import REPOSITORY, Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import REPOSITORY, Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _engine_model import Job, Shape, make_prompts, model_directory
 from _worker_process import WorkerProcess
 from vllm_env import VLLM_VERSION, is_complete, python_of
@@ -73,7 +73,7 @@ class Side:
         asked = {"name": name, "prompts": prompts, "max_tokens": OUTPUT_TOKENS, "timed": timed}
         return self.worker.ask("run", SECONDS_TO_RUN, **asked)
 
-    def stand_idle(self) -> None:
+    def run_without_requests(self) -> None:
         self.idle.append(self.worker.ask("idle", SECONDS_TO_RUN, seconds=IDLE_SECONDS)["core"])
 
 
@@ -100,7 +100,7 @@ def measure(running: int, pairs: int) -> dict[str, Side]:
                 if pair:
                     (side.timed_turns if timed else side.turns).append(turns[name])
         for side in list(sides.values()) * IDLE_TURNS:
-            side.stand_idle()
+            side.run_without_requests()
     finally:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda side: side.worker.close(), sides.values()))
@@ -114,7 +114,7 @@ def check_same_tokens(turns: Mapping[str, Turn]) -> None:
         RuntimeError: they did not.
     """
     if len({turn["digest"] for turn in turns.values()}) > 1:
-        raise RuntimeError("the same requests got other tokens from one scheduler than from the other")
+        raise RuntimeError("the two schedulers gave different tokens for the same requests")
 
 
 def figures_of(sides: Mapping[str, Side]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def report(running: int, pairs: int, targets: Targets) -> dict[str, Any]:
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--sizes", help="numbers of requests at once, as 64,256")
-    parser.add_argument("--pairs", type=at_least_one, help=f"turns of each side (default {PAIRS})")
+    parser.add_argument("--pairs", type=parse_positive_int, help=f"turns of each side (default {PAIRS})")
     arguments = parser.parse_args()
     quick, targets = arguments.quick, Targets()
     if not is_complete():

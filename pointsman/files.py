@@ -102,7 +102,7 @@ def cache_home() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
-def lines_of(file: BinaryIO) -> Iterator[str]:
+def read_text_lines(file: BinaryIO) -> Iterator[str]:
     """The lines of a file of UTF-8 text, with their line ends; a byte-order mark is left out.
 
     Raises:
@@ -110,11 +110,13 @@ def lines_of(file: BinaryIO) -> Iterator[str]:
     """
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
         if len(raw) > MAX_LINE:
-            raise ValueError(f"line {number}: longer than {MAX_LINE:,} bytes; is it the right file?")
+            raise ValueError(f"line {number}: longer than {MAX_LINE:,} bytes; give another file")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"line {number}: no UTF-8 text ({error.reason} at byte {error.start})") from None
+            raise ValueError(
+                f"line {number}: not UTF-8 text ({error.reason} at byte {error.start}); give another file"
+            ) from None
         yield line
 
 
@@ -160,5 +162,5 @@ def _read_at_most(file: io.FileIO, path: Path, max_bytes: int) -> bytes:
             pieces.append(piece)
             left -= len(piece)
     if not left:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes; is it the right file?", os.fspath(path))
+        raise OSError(errno.EFBIG, f"the file has more than {max_bytes:,} bytes; give another file", os.fspath(path))
     return b"".join(pieces)

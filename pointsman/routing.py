@@ -59,8 +59,8 @@ class Router:
         """
         least = min((load for load in loads if load is not None), default=None)
         if least is None:
-            raise ValueError("no engine takes requests; wait until one does")
-        limit = max_open(least)
+            raise ValueError("no engine accepts requests; try again later")
+        limit = max_open_requests(least)
         blocks = full_blocks(prompt_token_ids, self._block_size)
         best: tuple[int, int, int] | None = None
         for index, load in enumerate(loads):
@@ -71,10 +71,10 @@ class Router:
             if best is None or (cost, len(sent)) < best[:2]:
                 best = (cost, len(sent), index)
         assert best is not None  # the least loaded is within the limit
-        self._sent[best[2]].note(blocks, namespace)
+        self._sent[best[2]].add(blocks, namespace)
         return best[2]
 
-    def forget(self, engine: int | None = None) -> None:
+    def clear_index(self, engine: int | None = None) -> None:
         """Clear the index of an engine whose cache is empty because the cache was reset or the engine is new. `engine`
         None: clear the indexes of all engines."""
         for index, sent in enumerate(self._sent):
@@ -82,10 +82,10 @@ class Router:
                 sent.clear()
 
 
-def max_open(least: int) -> int:
-    """Maximum number of open requests of an engine that may be chosen, if the least loaded engine has `least` open
+def max_open_requests(min_open: int) -> int:
+    """Maximum number of open requests of an engine that may be chosen, if the least loaded engine has `min_open` open
     requests."""
-    return MAX_LEAD + least + least // 4
+    return MAX_LEAD + min_open + min_open // 4
 
 
 def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> bytes:
@@ -152,7 +152,7 @@ class SentBlocks:
             runs = run.behind
         return start // self._num_bytes
 
-    def note(self, blocks: bytes, namespace: str) -> None:
+    def add(self, blocks: bytes, namespace: str) -> None:
         """Add the blocks of a prompt to the index, and make them the most recently sent blocks."""
         blocks = blocks[: self._capacity]
         start, runs = 0, self._first
@@ -173,7 +173,7 @@ class SentBlocks:
         for run in reversed(path):  # so that a run is removed only after the runs behind it
             self._recent.move_to_end(run)
         while self._size > self._capacity:
-            self._forget_oldest(self._size - self._capacity)
+            self._remove_oldest(self._size - self._capacity)
 
     def _num_equal(self, tokens: bytes, blocks: bytes, start: int) -> int:
         """Number of leading bytes of a run's `tokens` that equal `blocks` from `start` on, in whole blocks; at least
@@ -197,7 +197,7 @@ class SentBlocks:
         first.behind[run.key] = run
         return first
 
-    def _forget_oldest(self, num_bytes: int) -> None:
+    def _remove_oldest(self, num_bytes: int) -> None:
         """Remove the last blocks of the least recently sent run, at most `num_bytes` bytes."""
         run = next(iter(self._recent))  # no run is behind this one: such a run would be removed first
         if len(run.tokens) > num_bytes:

@@ -176,7 +176,7 @@ def drawing(
 def drawing_of(
     name: str, about: str, variants: tuple[Variant, ...], figures: tuple[Figure, ...], *panels: Panel
 ) -> Scenario:
-    """A picture without a claim."""
+    """A picture whose figures are not checked."""
     return Scenario(
         name=name,
         claim=about,

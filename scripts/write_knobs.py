@@ -37,7 +37,9 @@ def with_table(page: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page has no table to replace; it stands between {BEGIN.strip()} and {END.strip()}")
+        raise ValueError(
+            f"the page lacks the lines {BEGIN.strip()} and {END.strip()}, between which the table is replaced"
+        )
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 

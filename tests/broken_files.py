@@ -324,10 +324,10 @@ def _model_shape(path: Path) -> object:
 
 def _replay(path: Path) -> object:
     from pointsman.core import replay
-    from pointsman.files import lines_of
+    from pointsman.files import read_text_lines
 
     with path.open("rb") as file:
-        return replay(lines_of(file))
+        return replay(read_text_lines(file))
 
 
 def _read_film(path: Path) -> object:

@@ -30,7 +30,7 @@ def imported_from_the_package(script: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("script", [path.name for path in sorted(BENCHMARKS.glob("*.py"))])
-def test_imported_names_exist(script: str) -> None:
+def test_names_that_benchmarks_import_exist(script: str) -> None:
     """Only the long form runs benchmarks; the short form finds names that have moved."""
     for module, name in imported_from_the_package(BENCHMARKS / script):
         if module.startswith("pointsman.integrations"):  # needs vLLM
@@ -42,7 +42,7 @@ def test_imported_names_exist(script: str) -> None:
 @pytest.mark.parametrize(
     ("num_slow", "missed", "not_measured"), [(0, 0, 0), (8, 1, 0), (4, 0, 1)], ids=["equal", "slower", "unclear"]
 )
-def test_checkouts_are_compared_by_the_interval_of_the_mean(
+def test_two_checkouts_are_compared_by_confidence_interval_of_the_mean(
     monkeypatch: pytest.MonkeyPatch, num_slow: int, missed: int, not_measured: int
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -59,7 +59,7 @@ def test_checkouts_are_compared_by_the_interval_of_the_mean(
 
 
 @pytest.mark.e2e
-def test_a_path_to_compare_with_must_be_a_checkout(tmp_path: Path) -> None:
+def test_comparing_overhead_with_a_path_without_pointsman_is_refused(tmp_path: Path) -> None:
     done = subprocess.run([*OVERHEAD, "--against", str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert f"{tmp_path} has no pointsman to import" in done.stderr
@@ -67,7 +67,7 @@ def test_a_path_to_compare_with_must_be_a_checkout(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_overhead_of_two_checkouts_is_measured() -> None:
+def test_benchmark_measures_the_overhead_of_two_checkouts() -> None:
     command = [*OVERHEAD, "--against", str(BENCHMARKS.parent), "--rounds", "2", "--starts", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_overhead_of_two_checkouts_is_measured() -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_a_missing_real_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmark_reports_a_missing_real_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path))
     command = [sys.executable, str(BENCHMARKS / "real_model.py"), "--quick", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -87,7 +87,7 @@ def test_a_missing_real_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [text.partition(" (")[0] for text in not_measured] == ["drafts", "prefixes", "explanations", "prediction"]
 
 
-def test_a_recording_is_cut_into_the_runs_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmark_splits_a_server_recording_into_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     recording = tmp_path / "server.jsonl"
     with recording.open("w") as file:
@@ -119,7 +119,7 @@ def test_every_benchmark_runs_in_its_quick_form(script: str) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == Path(script).stem
 
 
-def test_each_round_has_its_own_real_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_benchmark_round_has_different_real_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a prefix cache would serve the second round."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     real = importlib.import_module("_engine_real_model")
@@ -138,8 +138,8 @@ def test_each_round_has_its_own_real_prompts(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--dtype", "quantized"], "--dtype quantized is for real weights; give --model"),
         (["--requests", "1,4"], "several loads are for real weights; give --requests one number, or --model"),
-        (["--model", "demo", "--dtype", "quantized"], "there is nothing to compare"),
-        (["--model", "demo", "--contenders", "orca"], "no contender is called orca; there are pointsman-float32"),
+        (["--model", "demo", "--dtype", "quantized"], "--contenders has nothing to compare"),
+        (["--model", "demo", "--contenders", "orca"], "no contender is called orca; choose from pointsman-float32"),
         (["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
     ],
 )

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="m
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("names", groups(), ids=lambda names: names[0])
-def test_broken_files_are_refused(names: list[str]) -> None:
+def test_broken_input_files_are_refused(names: list[str]) -> None:
     count = NUM_MUTATIONS // short_or_long(10, 1) if names[0].startswith(SLOW) else NUM_MUTATIONS
     finished = subprocess.run(
         [sys.executable, "-m", "tests.broken_files", ",".join(names), "0", str(count)],
@@ -56,7 +56,7 @@ def test_broken_files_are_refused(names: list[str]) -> None:
         assert found["longest_seconds"] < MAX_SECONDS and found["peak_megabytes"] < MAX_BYTES // 10**6, found["name"]
 
 
-def test_mutations_are_reproducible() -> None:
+def test_mutations_of_files_are_reproducible() -> None:
     data = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
     for structure in (*OF_STRUCTURE, "lines", "binary"):
         broken = [mutated(data, structure, index) for index in range(200)]  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def test_every_file_name_and_link_of_a_document_exists(path: Path) -> None:
     assert not missing, f"{path.relative_to(ROOT)} names missing files: {', '.join(sorted(missing))}"
 
 
-def test_names_of_files_are_found_in_text() -> None:
+def test_file_names_are_found_in_documentation_text() -> None:
     assert files_named("see `core/config.py` and `tests/property/`, not run.jsonl, a.b or `/v1/`") == {
         "core/config.py",
         "tests/property/",
@@ -180,7 +180,7 @@ def test_names_of_files_are_found_in_text() -> None:
     assert len(files_named((ROOT / "docs" / "design.md").read_text())) > 40
 
 
-def test_every_decision_is_a_record_of_three_parts_in_the_index() -> None:
+def test_decision_records_have_three_parts_and_are_in_the_index() -> None:
     index = re.findall(r"^(\d+)\. \[(.+)\]\((.+)\)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
     assert [file for _, _, file in index] == sorted(path.name for path in DECISIONS.glob("[0-9]*.md"))
     for position, (number, title, file) in enumerate(index, 1):
@@ -203,7 +203,7 @@ def parent() -> ForkingParent:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("where", "text"), PYTHON, ids=[where for where, _ in PYTHON])
-def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:
+def test_python_examples_of_documents_run(where: str, text: str, tmp_path: Path) -> None:
     run = parent().run("-c", text, cwd=tmp_path, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout
@@ -268,7 +268,7 @@ def talk(server: ServerProcess, language: str, text: str, cwd: Path) -> str:
     short_of(SESSIONS, [each for each in SESSIONS if each.where.split(":")[0] in SHORT_DOCUMENTS]),
     ids=[session.where for session in SESSIONS],
 )
-def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_sessions_of_documents_run(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     for name, text in session.files.items():
@@ -310,7 +310,7 @@ def smollm2(models_folder: str) -> Iterator[ServerProcess]:
 @pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.parametrize(("where", "text"), TRANSCRIPTS, ids=[where for where, _ in TRANSCRIPTS])
-def test_outputs_are_as_shown(
+def test_commands_print_the_output_that_documents_show(
     where: str, text: str, models_folder: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     command, _, output = text.removeprefix("$ ").replace(".venv/bin/", "").partition("\n")
@@ -325,7 +325,7 @@ def test_outputs_are_as_shown(
 @pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.parametrize(("where", "text"), PYTHON_SESSIONS, ids=[where for where, _ in PYTHON_SESSIONS])
-def test_python_sessions_print_what_is_shown(where: str, text: str, models_folder: str) -> None:
+def test_python_sessions_print_what_documents_show(where: str, text: str, models_folder: str) -> None:
     program = f"import doctest, sys; sys.modules['__main__'].__doc__ = {text!r}; sys.exit(doctest.testmod().failed)"
     run = parent().run("-c", program, timeout=300, POINTSMAN_MODELS=models_folder)
     assert run.returncode == 0, f"{where}\n{run.stdout}\n{run.stderr}"
@@ -352,11 +352,11 @@ def test_the_table_of_knobs_matches_their_declarations() -> None:
     (row,) = (line for line in page.splitlines() if line.startswith("| `--watermark` |"))
     stale = page.replace(row, f"{row} and more")
     assert stale != page == script["with_table"](stale)
-    with pytest.raises(ValueError, match="no table to replace"):
+    with pytest.raises(ValueError, match="the page lacks the lines"):
         script["with_table"]("# A page without markers\n")
 
 
-def test_the_operators_page_has_every_option() -> None:
+def test_the_operators_page_lists_every_option_of_serve() -> None:
     page = OPERATING.read_text()
     commands: Any = get_command(app)
     options = {option.name: option.opts for option in commands.commands["serve"].params}
@@ -365,7 +365,7 @@ def test_the_operators_page_has_every_option() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
-def test_prometheus_takes_the_alerts(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_alert_rules(tmp_path: Path) -> None:
     (rules,) = (text for _, _, text in blocks(OPERATING) if text.startswith("# alerts.yaml"))
     path = tmp_path / "alerts.yaml"
     path.write_text(rules)

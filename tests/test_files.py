@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pointsman import files
-from pointsman.files import lines_of, open_input, open_regular, read_input, read_regular, represented, shown
+from pointsman.files import open_input, open_regular, read_input, read_regular, read_text_lines, represented, shown
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_irregular_files_are_refused_by_kind(tmp_path: Path) -> None:
         open_regular("/dev/zero")
 
 
-def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+def test_circular_symbolic_links_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="symbolic links"):
@@ -80,16 +80,16 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="more than 1,000 bytes"):
         read_input("/dev/zero", 1000)
     with BufferedReader(open_input("/dev/zero")) as endless, pytest.raises(ValueError, match="line 1: longer than"):
-        next(lines_of(endless))
+        next(read_text_lines(endless))
 
 
 def test_lines_that_are_not_utf_8_are_reported() -> None:
-    lines = lines_of(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
+    lines = read_text_lines(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
     assert [next(lines) for _ in range(3)] == ["one\n", "\n", "two\n"]
-    with pytest.raises(ValueError, match="line 4: no UTF-8 text"):
+    with pytest.raises(ValueError, match="line 4: not UTF-8 text"):
         next(lines)
 
 
-def test_represented_values_are_one_short_line() -> None:
+def test_repr_of_any_value_is_shortened_to_one_line() -> None:
     assert shown("a\nb") == "a b" and represented([1, "x"]) == "[1, 'x']"
     assert shown("x" * 100, 10) == "xxxxxxx..." and len(represented([[0] * 10**5] * 10**5)) == 80

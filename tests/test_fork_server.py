@@ -49,7 +49,7 @@ def run(server: ForkServer, function: str) -> int:
 
 
 @pytest.mark.parametrize("function", ["ask_and_be_killed", "ask_for_a_process_and_be_killed"])
-def test_a_client_killed_while_it_asks_does_not_affect_others(server: ForkServer, function: str) -> None:
+def test_killed_client_of_the_fork_server_does_not_affect_others(server: ForkServer, function: str) -> None:
     for _ in range(5):
         assert run(server, function) == -signal.SIGKILL
     assert run(server, "succeed") == 7

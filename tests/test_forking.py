@@ -33,17 +33,19 @@ def parent() -> Iterator[ForkingParent]:
         ("import atexit; atexit.register(print, 'the end')", 0, "the end\n", ""),
     ],
 )
-def test_output_and_exit_code_are_returned(parent: ForkingParent, program: str, code: int, out: str, err: str) -> None:
+def test_forked_run_returns_output_and_exit_code(
+    parent: ForkingParent, program: str, code: int, out: str, err: str
+) -> None:
     done = parent.run("-c", program, "a", timeout=30, cwd=Path("/"), GIVEN="yes")
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
-def test_an_exception_is_shown(parent: ForkingParent) -> None:
+def test_forked_run_returns_the_traceback_of_an_exception(parent: ForkingParent) -> None:
     done = parent.run("-c", "1 / 0", timeout=30)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
-def test_scripts_and_modules_run_too(parent: ForkingParent, tmp_path: Path) -> None:
+def test_forked_run_accepts_scripts_and_modules(parent: ForkingParent, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; print(sys.argv)")
     assert parent.run(script, "a", timeout=30).stdout == f"{[str(script), 'a']}\n"
@@ -57,7 +59,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_process_beyond_its_timeout_is_killed_with_its_children(parent: ForkingParent) -> None:
+def test_forked_run_beyond_its_timeout_is_killed_with_its_children(parent: ForkingParent) -> None:
     program = "import subprocess; own = subprocess.Popen(['sleep', '60']); print(own.pid, flush=True); own.wait()"
     with pytest.raises(subprocess.TimeoutExpired) as late:
         parent.run("-c", program, timeout=1)
@@ -68,7 +70,7 @@ def test_a_process_beyond_its_timeout_is_killed_with_its_children(parent: Forkin
     assert parent.run("-c", "print(1)", timeout=30).stdout == "1\n", "the next is not affected"
 
 
-def test_a_module_that_cannot_be_imported_is_reported() -> None:
+def test_forking_parent_reports_a_module_that_cannot_be_imported() -> None:
     parent = ForkingParent(sys.executable, ["no.such.module"], os.environ)
     with pytest.raises(RuntimeError, match="the process that forks ended with 1"):
         parent.run("-c", "1", timeout=30)

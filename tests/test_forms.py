@@ -40,7 +40,7 @@ def use(monkeypatch: pytest.MonkeyPatch, form: Form | None) -> list[str]:
 
 
 @given(st.lists(st.integers()), st.integers(1, 9))
-def test_shards_together_are_the_whole(cases: list[int], count: int) -> None:
+def test_shards_together_contain_every_case_once(cases: list[int], count: int) -> None:
     shards = [Shard(number, count).of(cases) for number in range(1, count + 1)]
     assert sorted(case for shard in shards for case in shard) == sorted(cases)
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
@@ -53,12 +53,12 @@ def test_shards_of_collected_tests_are_disjoint_and_complete() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4", "0/4", "5/4", "1/0", "1/x"])
-def test_text_that_is_no_shard_is_an_error(text: str) -> None:
+def test_invalid_shard_text_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="it must be K/N with 1 <= K <= N, such as 1/4"):
         Shard.parse(text)
 
 
-def test_every_test_file_belongs_to_one_part() -> None:
+def test_every_test_file_belongs_to_one_part_of_the_suite() -> None:
     """`PART=core make test-all` and the others together are `make test-all`."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     parts = [
@@ -72,14 +72,14 @@ def test_every_test_file_belongs_to_one_part() -> None:
 # ---------------------------------------------------------------------- forms
 
 
-def test_the_short_form_has_fixed_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_test_run_has_fixed_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, SHORT)
     assert list(seeds(3, 10)) == [0, 1, 2]
     assert list(seeds(3, 10, kept=(17,))) == [0, 1, 2, 17]
     assert short_or_long(1, 2) == 1
 
 
-def test_long_form_adds_random_seeds_of_the_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_long_test_run_adds_random_seeds_from_the_date(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, LONG)
     first = 20261127 * SEEDS_PER_DATE
     assert list(seeds(2, 5, kept=(17,))) == [0, 1, first, first + 1, first + 2, 17]
@@ -87,18 +87,18 @@ def test_long_form_adds_random_seeds_of_the_date(monkeypatch: pytest.MonkeyPatch
     assert short_or_long(1, 2) == 2
 
 
-def test_form_is_unknown_before_the_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_test_form_before_the_options_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, None)
     with pytest.raises(RuntimeError, match="only after pytest has read its options"):
         seeds(1, 2)
 
 
-def test_only_the_long_form_has_the_other_cases() -> None:
+def test_cases_outside_the_short_list_are_marked_long() -> None:
     marks = [getattr(case, "marks", ()) for case in short_of(["a", "b"], ["b"])]
     assert [[mark.name for mark in each] for each in marks] == [["long"], []]
 
 
-def test_a_loop_over_seeds_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_loop_over_seeds_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = use(monkeypatch, SHORT)
     assert list(Seeds(range(3)).runs(2)) == [range(0, 2), range(2, 3)]
     assert reports == ["seed 1 of 3", "seed 3 of 3"]
@@ -117,7 +117,7 @@ def test_it():
 """
 
 
-def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(tmp_path: Path) -> None:
+def test_a_failing_test_prints_its_seed_and_the_command_to_repeat_it(tmp_path: Path) -> None:
     """A long test also prints its progress."""
     (tmp_path / "conftest.py").write_text("import tests.conftest as base\nbase.SECONDS_BETWEEN_SIGNS = 0.5\n")
     (tmp_path / "test_it.py").write_text(FAILING.replace("SECONDS", "1.5"))

@@ -101,7 +101,7 @@ def run_all(parts: list[Part], seconds: float = 60.0, **options: Any) -> list[Re
 # ----------------------------------------------------------------------------------------------------------- options
 
 
-def test_the_only_option_accepts_letters_and_names_of_parts() -> None:
+def test_gpu_check_option_only_accepts_letters_and_names() -> None:
     assert make_parser(PARTS).parse_args(["--only", "b, kernels"]).only == ["b", "a"]
     assert make_parser(PARTS).parse_args([]).only is None
 
@@ -109,19 +109,21 @@ def test_the_only_option_accepts_letters_and_names_of_parts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "a,z"], "there is no part 'z'; the parts are a kernels, b tokens"),
+        (["--only", "a,z"], "there is no part 'z'; choose from a kernels, b tokens"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
-        (["--seconds", "0"], "0 is no time"),
+        (["--seconds", "0"], "0 is not a time"),
         (["--out", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
     ],
 )
-def test_wrong_options_are_reported(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_gpu_check_reports_wrong_options(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit) as exit_code:
         make_parser(PARTS).parse_args(arguments)
     assert exit_code.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_wheels_beside_the_script_are_installed_for_the_run(tmp_path: Path) -> None:
+def test_gpu_check_installs_wheels_beside_the_script(tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
     (scripts / "gpu_check").mkdir(parents=True)
     (scripts / ".whl").mkdir()
@@ -142,7 +144,7 @@ def test_wheels_beside_the_script_are_installed_for_the_run(tmp_path: Path) -> N
     assert set(tmp_path.iterdir()) == before, "what was installed is removed"
 
 
-def test_parts_run_in_the_order_of_their_importance() -> None:
+def test_gpu_check_runs_its_parts_in_the_documented_order() -> None:
     assert LETTERS == "abcgdfhe"
     assert len({part.name for part in PARTS}) == len(PARTS)
     for part in PARTS:
@@ -159,7 +161,7 @@ def test_a_missing_gpu_is_reported_before_any_part_runs(capsys: pytest.CaptureFi
 # --------------------------------------------------------------------------------------------------------- processes
 
 
-def test_a_failing_part_does_not_stop_other_parts(own: Callable[..., list[Part]]) -> None:
+def test_a_failing_part_of_the_gpu_check_does_not_stop_other_parts(own: Callable[..., list[Part]]) -> None:
     good, raising, wrong, last = run_all(own("good", "raising", "wrong", "good"), tiny=True)
     assert [each.status for each in (good, raising, wrong, last)] == ["passed", "failed", "failed", "passed"]
     assert raising.found.figures == {"before": 1} and "the reason of the failure" in raising.log
@@ -168,7 +170,9 @@ def test_a_failing_part_does_not_stop_other_parts(own: Callable[..., list[Part]]
     assert result_line(wrong).startswith("c wrong: failed (1 failed checks)")
 
 
-def test_a_part_beyond_its_limit_is_killed_with_its_children(own: Callable[..., list[Part]], tmp_path: Path) -> None:
+def test_a_gpu_check_part_beyond_its_limit_is_killed_with_children(
+    own: Callable[..., list[Part]], tmp_path: Path
+) -> None:
     slow, good = run_all([*own("slow", seconds=3.0), *own("good")])
     assert slow.status == "killed" and slow.found.figures == {"before": 1} and 2.9 < slow.seconds < 12
     assert good.is_passed
@@ -176,7 +180,7 @@ def test_a_part_beyond_its_limit_is_killed_with_its_children(own: Callable[..., 
     wait_for(lambda: not is_alive(child))
 
 
-def test_parts_end_when_the_check_is_killed(own: Callable[..., list[Part]], tmp_path: Path) -> None:
+def test_parts_end_when_the_gpu_check_is_killed(own: Callable[..., list[Part]], tmp_path: Path) -> None:
     own("slow")
     program = (
         "from gpu_check.__main__ import main; from gpu_check.running import Part; "
@@ -205,18 +209,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_all_parts_together_have_one_time_limit(own: Callable[..., list[Part]]) -> None:
+def test_all_parts_of_the_gpu_check_share_one_time_limit(own: Callable[..., list[Part]]) -> None:
     slow, good = run_all(own("slow", "good"), seconds=1.0)
     assert slow.status == "killed" and good.status == "not run" and not good.found.figures
 
 
-def test_a_part_has_its_environment_on_a_cpu(own: Callable[..., list[Part]]) -> None:
+def test_a_gpu_check_part_sets_its_environment_on_a_cpu(own: Callable[..., list[Part]]) -> None:
     (part,) = own("told")
     part = Part(part.letter, part.name, part.title, part.function, 20.0, {"OWN_PARTS_ON_CPU": "yes"})
     assert run_all([part])[0].found.figures == {"environment": "yes"}
 
 
-def test_the_next_part_waits_for_a_signal(own: Callable[..., list[Part]], tmp_path: Path) -> None:
+def test_a_prepared_gpu_check_part_waits_for_the_start_signal(own: Callable[..., list[Part]], tmp_path: Path) -> None:
     process = PartProcess(own("good")[0], Options("cpu"), tmp_path)
     try:
         time.sleep(0.5)
@@ -234,7 +238,7 @@ def test_kernels_are_interpreted_on_a_cpu_alone() -> None:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def test_the_results_file_is_written_after_each_part(own: Callable[..., list[Part]], tmp_path: Path) -> None:
+def test_gpu_check_writes_its_results_file_after_each_part(own: Callable[..., list[Part]], tmp_path: Path) -> None:
     """A reader sees the first part while the second runs, and never half a file."""
     out, seen = tmp_path / "check.json", []
 
@@ -258,7 +262,7 @@ def test_the_results_file_is_written_after_each_part(own: Callable[..., list[Par
     assert final["parts"]["b"]["figures"] == {"before": 1} and final["gpu_check"]["device"] == "cpu"
 
 
-def test_the_check_ends_with_tables_and_one_line_of_json(
+def test_gpu_check_ends_with_tables_and_one_line_of_json(
     own: Callable[..., list[Part]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--device", "cpu", "--tiny", "--only", "b"], own("raising", "good")) == 0
@@ -268,7 +272,9 @@ def test_the_check_ends_with_tables_and_one_line_of_json(
     assert any(line.split() == ["b", "good", "passed", *line.split()[-2:]] for line in lines)
 
 
-def test_missed_goals_are_reported_and_keep_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missed_gpu_goals_are_reported_and_keep_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     findings = Findings(tmp_path / "found", is_judged=True)
     findings.goal("speed", 2.0, at_least=3.0)
     findings.goal("delay", 1.0, at_most=1.05)
@@ -282,17 +288,17 @@ def test_missed_goals_are_reported_and_keep_the_exit_code(tmp_path: Path, capsys
     assert "not measured: memory (no device)" in printed
 
 
-def test_goals_are_not_judged_on_a_cpu(own: Callable[..., list[Part]]) -> None:
+def test_gpu_goals_are_not_judged_on_a_cpu(own: Callable[..., list[Part]]) -> None:
     (result,) = run_all(own("goal"))
     assert result.is_passed and result.found.goals == [] and result.found.skipped[0].startswith("speed (goals are for")
 
 
-def test_a_goal_needs_one_limit(tmp_path: Path) -> None:
+def test_a_gpu_goal_with_two_limits_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at_least 1 and at_most 2; give one of them"):
         Findings(tmp_path / "found", is_judged=True).goal("speed", 1.0, at_least=1, at_most=2)
 
 
-def test_findings_survive_a_line_that_was_cut_short(tmp_path: Path) -> None:
+def test_findings_before_a_truncated_line_are_read(tmp_path: Path) -> None:
     path = tmp_path / "found"
     findings = Findings(path, is_judged=True)
     findings.figure("numbers of NumPy", np.float32(0.5))
@@ -314,7 +320,7 @@ def small() -> ModelShape:
     )  # fmt: skip
 
 
-def test_a_decode_reads_weights_head_and_kv_once() -> None:
+def test_decode_bytes_count_weights_head_and_kv_once() -> None:
     attention, mlp = 8 * 16 + 2 * 8 * 8 + 16 * 8, 3 * 8 * 16  # queries, keys and values, output; gate, up, down
     weights = 2 * (attention + mlp) + 100 * 8
     kv = 2 * 2 * 2 * 4  # layers, keys and values, heads, dim
@@ -323,7 +329,7 @@ def test_a_decode_reads_weights_head_and_kv_once() -> None:
     assert decode_share(small(), 10, seconds=2.0, bandwidth=weights + 10 * kv) == pytest.approx(1.0)
 
 
-def test_a_prompt_computes_products_attention_and_one_head() -> None:
+def test_prompt_flops_count_products_attention_and_one_head() -> None:
     products = 2 * 2 * ((8 * 16 + 2 * 8 * 8 + 16 * 8) + 3 * 8 * 16)
     attention = 2 * 2 * 2 * 4 * 4 * (1 + 2 + 3)  # layers, scores and sums, two each, heads, dim; positions attended to
     flops = 3 * products + attention + 2 * 100 * 8
@@ -331,18 +337,18 @@ def test_a_prompt_computes_products_attention_and_one_head() -> None:
     assert prompt_share(small(), 3, seconds=0.5, product_rate=4 * flops) == pytest.approx(0.5)
 
 
-def test_shapes_have_the_sizes_of_the_named_models() -> None:
+def test_shapes_have_the_parameter_counts_of_their_models() -> None:
     assert model_shape("Qwen/Qwen3-0.6B").num_params == pytest.approx(0.6e9, rel=0.02)
     assert model_shape("Qwen/Qwen3-8B").num_params == pytest.approx(8.19e9, rel=0.01)
     assert decode_bytes(model_shape("Qwen/Qwen3-8B"), 1024) == pytest.approx(2 * 7.57e9 + 1024 * 147456, rel=0.01)
 
 
-def test_ceilings_are_computed_from_the_work_that_was_done() -> None:
+def test_measured_bandwidth_and_product_rate_are_plausible() -> None:
     assert 1e8 < measure_bandwidth("cpu", tiny=True) < 1e12
     assert 1e6 < measure_product("cpu", tiny=True) < 1e14
 
 
-def test_no_graph_is_replayed_on_a_cpu() -> None:
+def test_watching_cuda_graphs_on_a_cpu_records_no_replay() -> None:
     replay = torch.cuda.CUDAGraph.replay
     graphs = GraphTimes()
     with graphs.watching():
@@ -369,7 +375,7 @@ class StandInEvent:
         return other.at - self.at
 
 
-def test_replays_are_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graph_replays_are_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[str] = []
     monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph))
@@ -460,7 +466,7 @@ def test_the_check_of_sampling_detects_wrong_tokens(dtype: str) -> None:
 # -------------------------------------------------------------------------------------------------- the whole of it
 
 
-def test_requests_are_those_of_the_published_benchmark() -> None:
+def test_throughput_requests_equal_those_of_the_published_benchmark() -> None:
     """In the order of its loop: a length, then the tokens of that prompt; the lengths of outputs last."""
     import random
 
@@ -471,7 +477,7 @@ def test_requests_are_those_of_the_published_benchmark() -> None:
     assert job.prompts == prompts and job.outputs == outputs and sum(outputs) > 130_000
 
 
-def test_a_rate_counts_tokens_of_its_time_span_only(tmp_path: Path) -> None:
+def test_throughput_counts_only_tokens_within_its_time_span(tmp_path: Path) -> None:
     findings = Findings(tmp_path / "found", is_judged=False)
     setting = Setting("cpu", True, time.monotonic() + 60, findings)
     throughput._report(setting, "somebody", throughput.Rate(2, 30, 3.0, True))
@@ -481,7 +487,7 @@ def test_a_rate_counts_tokens_of_its_time_span_only(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
+def test_every_part_of_the_gpu_check_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     command = [str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out)]
     environment = {**os.environ, "PYTHON": sys.executable}

@@ -23,7 +23,7 @@ moves = st.lists(
 
 
 @given(st.integers(1, 4), moves)
-def test_no_engine_is_preferred_beyond_the_bound(num_engines: int, moves: list) -> None:  # type: ignore[type-arg]
+def test_router_chooses_no_engine_above_the_load_bound(num_engines: int, moves: list) -> None:  # type: ignore[type-arg]
     router = Router(num_engines, block_size=3, num_blocks=5)
     loads = [0] * num_engines
     lives = [True] * num_engines
@@ -43,13 +43,15 @@ def test_no_engine_is_preferred_beyond_the_bound(num_engines: int, moves: list) 
             loads[index] = max(0, loads[index] - 1)
         elif what == "die":
             lives[index], loads[index] = False, 0
-            router.forget(index)
+            router.clear_index(index)
         else:
             lives[index] = True
 
 
 @given(st.lists(st.tuples(prompts, st.sampled_from(["", "s"])), max_size=40), st.integers(1, 6))
-def test_found_blocks_were_sent_under_the_same_namespace(sent: list[tuple[list[int], str]], capacity: int) -> None:
+def test_router_finds_only_blocks_sent_under_the_same_namespace(
+    sent: list[tuple[list[int], str]], capacity: int
+) -> None:
     blocks = SentBlocks(capacity, 2)
     everything = SentBlocks(10_000, 2)
     remembered: list[tuple[str, bytes]] = []  # the naive index: the least recently sent first
@@ -60,8 +62,8 @@ def test_found_blocks_were_sent_under_the_same_namespace(sent: list[tuple[list[i
         found = [(namespace, cut[: BLOCK * (1 + index)]) in remembered for index in range(len(cut) // BLOCK)]
         assert blocks.num_found(cut, namespace) == [*found, False].index(False)
         assert blocks.num_found(cut, namespace) <= everything.num_found(cut, namespace) <= longest
-        blocks.note(cut, namespace)
-        everything.note(cut, namespace)
+        blocks.add(cut, namespace)
+        everything.add(cut, namespace)
         now = [(namespace, cut[: BLOCK * (1 + index)]) for index in range(min(len(cut) // BLOCK, capacity))]
         remembered = ([one for one in remembered if one not in now] + now[::-1])[-capacity:]
         assert len(blocks) == len(remembered)
@@ -76,7 +78,7 @@ def common(one: bytes, other: bytes) -> int:
     return number // BLOCK
 
 
-def test_equal_prefixes_share_an_engine_and_new_prefixes_spread() -> None:
+def test_router_groups_equal_prefixes_and_spreads_new_ones() -> None:
     router = Router(2, block_size=4, num_blocks=1000)
     homes = {}
     for number in range(10):
@@ -89,12 +91,12 @@ def test_equal_prefixes_share_an_engine_and_new_prefixes_spread() -> None:
     loads: list[int | None] = [0, 0]
     loads[home] = MAX_LEAD + 1
     assert router.choose([3] * 41, "", loads) == 1 - home
-    router.forget(home)
+    router.clear_index(home)
     loads[home] = 0
     assert router.choose([3] * 41, "", loads) == 1 - home, "it was sent there meanwhile"
 
 
-def test_one_common_block_does_not_outweigh_load() -> None:
+def test_router_ignores_one_common_block_if_load_is_uneven() -> None:
     """A system prompt that all prompts begin with does not send all of them to one engine."""
     router = Router(2, block_size=16, num_blocks=1000)
     loads = [0, 0]

@@ -43,7 +43,7 @@ from pointsman.core import replay as core_replay
 from pointsman.engine.interruption import ended_by_signals
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.named import SERVED, served_by_default
-from pointsman.files import lines_of, open_input, represented
+from pointsman.files import open_input, read_text_lines, represented
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
@@ -328,7 +328,7 @@ def replay(
     """
     try:
         with BufferedReader(open_input(file)) as opened:
-            report = core_replay(lines_of(opened))
+            report = core_replay(read_text_lines(opened))
     except OSError as error:
         raise CommandError(f"cannot read the recording {file}: {error.strerror}") from None
     except ValueError as error:  # RecordingError, or a line that is not text

@@ -22,7 +22,7 @@ from pointsman.core import ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.core.observe.side_file import SideFile
-from pointsman.files import lines_of, open_regular
+from pointsman.files import open_regular, read_text_lines
 from pointsman.web.film import Film
 from pointsman.web.story import Teller, life_of, lives_of, meaning_of, preemptions_of
 from pointsman.web.words import counted
@@ -140,7 +140,7 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
 
 def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
     num_characters = 0
-    for num_lines, line in enumerate(lines_of(opened), start=1):
+    for num_lines, line in enumerate(read_text_lines(opened), start=1):
         yield line
         num_characters += len(line)
         bar.update(num_characters // 1_000_000, num_lines)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pointsman.cli.demo_prompts import DEMO_PROMPTS
 from pointsman.cli.errors import CommandError
-from pointsman.files import MAX_MESSAGE, lines_of, open_input, shown
+from pointsman.files import MAX_MESSAGE, open_input, read_text_lines, shown
 from pointsman.traces import TraceError, TraceRequest, about_left_out, prompt_token_ids, read_trace, served
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank."""
     try:
         with nullcontext(sys.stdin.buffer) if path == "-" else BufferedReader(open_input(path)) as file:
-            for number, line in enumerate(lines_of(file), start=1):
+            for number, line in enumerate(read_text_lines(file), start=1):
                 if (stripped := line.rstrip("\r\n")) and not stripped.isspace():
                     yield number, stripped
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeAlias
 
 from pointsman.core.recording import WholeLines
-from pointsman.files import lines_of, shown
+from pointsman.files import read_text_lines, shown
 from pointsman.traces.requests import (
     MAX_HASH_ID,
     MOONCAKE_BLOCK_SIZE,
@@ -39,7 +39,7 @@ def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tu
         Broken: a line is not UTF-8 text, or is too long.
     """
     try:
-        lines = lines_of(file)
+        lines = read_text_lines(file)
         for line_number, line in enumerate(WholeLines(lines) if of_recording else lines, start=1):
             if stripped := line.strip():
                 yield line_number, stripped

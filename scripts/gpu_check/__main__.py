@@ -91,13 +91,13 @@ def make_parser(parts: Sequence[Part]) -> argparse.ArgumentParser:
         names = [name.strip() for name in text.split(",")]
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no part {name!r}; the parts are {listed}")
+                raise argparse.ArgumentTypeError(f"there is no part {name!r}; choose from {listed}")
         return [known[name] for name in names]
 
     def seconds(text: str) -> float:
         value = float(text)
         if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is no time; give seconds above 0")
+            raise argparse.ArgumentTypeError(f"{text} is not a time; give a number of seconds above 0")
         return value
 
     def file(text: str) -> Path:

@@ -25,7 +25,7 @@ class Found:
     """Checks that failed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as data for JSON."""
         return asdict(self)
 
 
@@ -80,7 +80,7 @@ class Findings:
         self._write("wrong", "", text)
 
     def check(self, is_right: bool, text: str) -> None:
-        """`wrong(text)` unless `is_right`."""
+        """Add the failed check `text` unless `is_right`."""
         if not is_right:
             self.wrong(text)
 

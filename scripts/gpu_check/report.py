@@ -42,7 +42,7 @@ class Report:
         return [goal_text(each) for result in self.results for each in result.found.goals if not each["is_met"]]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as data for JSON."""
         return {
             "gpu_check": self.about,
             "planned": list(self.planned),

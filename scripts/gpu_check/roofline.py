@@ -21,7 +21,7 @@ from pointsman.sim.model import ModelShape
 
 PRODUCT_SIZE, TINY_PRODUCT_SIZE = 8192, 256
 COPY_BYTES, TINY_COPY_BYTES = 4 << 30, 16 << 20
-"""Much larger than the caches."""
+"""Bytes of the copy that measures the bandwidth: much larger than the caches."""
 
 
 def decode_bytes(shape: ModelShape, num_context_tokens: float) -> float:

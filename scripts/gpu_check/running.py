@@ -34,7 +34,7 @@ class Part:
     function: str
     """"module:function", which gets a `Setting`."""
     seconds: float
-    """Its limit."""
+    """Time limit of the part, in seconds."""
     on_cpu: Mapping[str, str] = field(default_factory=dict)
     """Environment variables if the device is a CPU."""
 
@@ -80,7 +80,7 @@ class Result:
         return self.status == "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as data for JSON."""
         about = {"name": self.part.name, "status": self.status, "seconds": round(self.seconds, 2)}
         return about | self.found.to_dict() | ({"log": self.log} if self.log else {})
 

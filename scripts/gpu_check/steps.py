@@ -84,7 +84,9 @@ def time_decodes(
         for output in engine.step():
             num_tokens[output.request_id] = len(output.token_ids)
             if output.finished:
-                raise RuntimeError(f"request {output.request_id} ended before others began; give a larger pool")
+                raise RuntimeError(
+                    f"request {output.request_id} ended before other requests began; give the engine more blocks"
+                )
     synchronize(device)
     graphs.take()
     context = int(engine.scheduler.running_num_tokens.sum())

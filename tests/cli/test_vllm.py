@@ -219,7 +219,7 @@ def test_a_socket_without_a_scheduler_is_named_with_a_remedy(
     ("words", "said"),
     [
         (("explain", "nobody"), "no request 'nobody' is waiting"),
-        (("explain", "--limit", "0"), "limit is 0; give 1 to 1000"),
+        (("explain", "--limit", "0"), "limit is 0; it must be an integer from 1 to 1000"),
         (("record", "/nowhere/r"), "cannot write the recording /nowhere/r: No such file"),
         (("record", "/dev/null"), "only be written to a regular file"),
         (("record", "r", "--seconds", "0"), "--seconds is 0; it must be more than 0"),

@@ -63,7 +63,7 @@ def probes(container: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield kind, probe
 
 
-def test_selectors_find_pods_and_ports(parts: dict[tuple[str, str], dict[str, Any]]) -> None:
+def test_kubernetes_selectors_match_the_labels_and_ports_of_pods(parts: dict[tuple[str, str], dict[str, Any]]) -> None:
     pods = [part["spec"]["template"] for (kind, _), part in parts.items() if kind in ("StatefulSet", "Deployment")]
     for (kind, name), part in parts.items():
         selector = part["spec"]["selector"]
@@ -75,7 +75,7 @@ def test_selectors_find_pods_and_ports(parts: dict[tuple[str, str], dict[str, An
             assert all(port["targetPort"] in names for port in part["spec"]["ports"]), name
 
 
-def test_the_server_takes_its_options_and_answers_its_probes(server: dict[str, Any]) -> None:
+def test_serve_accepts_the_options_and_probes_of_the_manifest(server: dict[str, Any]) -> None:
     (container,) = server["containers"]
     commands: Any = get_command(app)
     options = commands.commands["serve"].make_context("serve", list(container["args"])).params
@@ -93,7 +93,7 @@ def test_the_server_takes_its_options_and_answers_its_probes(server: dict[str, A
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in server["volumes"]}
 
 
-def test_the_router_asks_every_server_for_readiness(
+def test_router_in_the_manifest_checks_the_readiness_of_every_server(
     parts: dict[tuple[str, str], dict[str, Any]], router: dict[str, Any]
 ) -> None:
     arguments = router["args"]
@@ -112,7 +112,7 @@ def test_the_router_asks_every_server_for_readiness(
     assert len(list(probes(router))) == 3
 
 
-def test_images_are_those_of_the_dockerfile(server: dict[str, Any], router: dict[str, Any]) -> None:
+def test_images_in_the_manifest_are_built_by_the_dockerfile(server: dict[str, Any], router: dict[str, Any]) -> None:
     recipe = (FOLDER / "Dockerfile").read_text()
     for image, target in ((server["containers"][0]["image"], "server"), (router["image"], "router")):
         assert f"--target {target} -t {image} ." in recipe and re.search(rf"^FROM \S+ AS {target}$", recipe, re.M)
@@ -125,7 +125,7 @@ def test_images_are_those_of_the_dockerfile(server: dict[str, Any], router: dict
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_kubernetes_and_the_router_take_it(router: dict[str, Any]) -> None:
+def test_kubernetes_and_the_router_accept_the_manifest(router: dict[str, Any]) -> None:
     if router_env.make([]) != 0:
         pytest.skip("the router's environment cannot be made here; python benchmarks/router_env.py says why")
     python = python_in(router_env.ENVIRONMENT)

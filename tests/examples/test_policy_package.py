@@ -45,7 +45,7 @@ def python(installed: Path, *arguments: str, executable: str = sys.executable) -
 
 
 @pytest.mark.e2e
-def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None:
+def test_engine_and_simulator_find_policies_of_a_package_by_name(installed: Path) -> None:
     listed = json.loads(python(installed, "-m", "pointsman", "policies", "--json"))
     assert "lottery" in [each["name"] for each in listed["order"]]
     assert "newest-prompt" in [each["name"] for each in listed["victim"]]
@@ -68,13 +68,13 @@ def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None
 
 @pytest.mark.e2e
 @VLLM_INSTALLED
-def test_the_drop_in_finds_them_by_name(installed: Path) -> None:
+def test_vllm_drop_in_finds_policies_of_a_package_by_name(installed: Path) -> None:
     found = python(installed, "-c", IN_VLLM, executable=str(python_of()))
     assert "'lottery', 'lru', 'newest-prompt'" in found
 
 
 @pytest.mark.e2e
-def test_without_the_package_the_name_is_unknown() -> None:
+def test_policy_name_is_unknown_if_its_package_is_not_installed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pointsman", "simulate", "--order", "lottery"],
         capture_output=True,

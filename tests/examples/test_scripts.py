@@ -36,20 +36,20 @@ def test_the_readme_links_every_example() -> None:
     assert [name for name in [*(file.name for file in SCRIPTS), "pointsman-lottery"] if name not in readme] == []
 
 
-def test_an_engine_of_ones_own_generates_and_shares_prefixes() -> None:
+def test_example_own_engine_generates_and_shares_prefixes() -> None:
     lines = run("own_engine.py").splitlines()
     assert sum("finished" in line for line in lines) == 6
     assert "r5 finished: [41, 82, 64, 28, 56]" in "\n".join(lines)
     assert lines[-1] == "40 prompt tokens were found in the prefix cache"
 
 
-def test_a_recording_is_replayed_and_asked() -> None:
+def test_example_replays_a_recording_and_explains_a_waiting_request() -> None:
     lines = run("replay_recording.py").splitlines()
     assert "r2 waits for 1 more KV block: the KV cache is full. Held by r0 (3), r1 (3)." in lines[0]
     assert lines[-1] == "12 steps replayed without a difference"
 
 
-def test_a_trace_is_simulated_with_two_reserves() -> None:
+def test_example_simulates_a_trace_with_two_decode_reserves() -> None:
     plain, growth = run("simulate_trace.py").splitlines()
     preemptions = [int(line.split(" preemptions")[0].split()[-1]) for line in (plain, growth)]
     assert preemptions[1] < preemptions[0]
@@ -58,6 +58,6 @@ def test_a_trace_is_simulated_with_two_reserves() -> None:
 @pytest.mark.e2e
 @pytest.mark.vllm
 @VLLM_INSTALLED
-def test_vllm_gives_the_same_completions_with_the_drop_in() -> None:
+def test_example_drop_in_gives_the_same_completions_as_vllm() -> None:
     found = run("vllm_drop_in.py", str(DEMO), "float32", executable=str(python_of()))
     assert found.splitlines()[-1] == "the same as with vLLM's own scheduler: True"

@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.cli.serve import serve_settings
 from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
-from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
+from pointsman.integrations.ray.autoscaling import METRIC, Load, num_replicas_needed, policy
 from pointsman.integrations.ray.cluster import Node, check_capacity, check_model, cluster_address, replica_needs
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 
@@ -21,8 +21,8 @@ def read(environment: dict[str, str] | None = None, /, **arguments: Any) -> RayS
     return read_arguments(arguments, environment or {})
 
 
-def test_server_options_match_the_serve_command() -> None:
-    """As text, from `serve run`, and with their types, from a configuration file of Serve."""
+def test_ray_accepts_the_server_options_of_the_serve_command() -> None:
+    """`serve run` passes options as text; a configuration file of Serve passes them with their types."""
     given = {
         "model": "demo",
         "num_blocks": 512,
@@ -44,7 +44,7 @@ def test_server_options_match_the_serve_command() -> None:
     assert read({"POINTSMAN_API_KEY": "secret"}).serve.server.api_keys == ("secret",)
 
 
-def test_server_configuration_file_is_read(tmp_path: Any) -> None:
+def test_ray_reads_the_configuration_file_of_the_server(tmp_path: Any) -> None:
     (tmp_path / "serve.yaml").write_text("num-blocks: 64\n")
     assert read(config=str(tmp_path / "serve.yaml"), max_n=3).serve.engine["num_blocks"] == 64
 
@@ -78,8 +78,8 @@ def test_each_replica_gets_one_core_per_engine_by_default() -> None:
         ({"num_replicas": "2", "autoscaling_config": "{}"}, ["num_replicas", "autoscaling_config", "one of them"]),
         ({"autoscaling_config": "[]"}, ["autoscaling_config", "JSON"]),
         ({"autoscaling_config": {"min_replicas": 0}}, ["min_replicas is 0", "at least 1"]),
-        ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, ["max_replicas is 2", "min_replicas, 3"]),
-        ({"autoscaling_config": {"policy": {}}}, ["policy", "leave it out"]),
+        ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, ["max_replicas is 2", "min_replicas is 3"]),
+        ({"autoscaling_config": {"policy": {}}}, ["policy", "leave policy out"]),
         ({"autoscaling_config": {"target_ongoing_requests": 0}}, ["target_ongoing_requests is 0", "above 0"]),
         ({"data_parallel_size": "0"}, ["data_parallel_size is 0", "at least 1"]),
         ({"data_parallel_size": "4", "ray_actor_options": '{"num_cpus": 2}'}, ["4", "num_cpus", "2", "raise"]),
@@ -89,14 +89,14 @@ def test_each_replica_gets_one_core_per_engine_by_default() -> None:
         ({"preset": "fast"}, ["fast", "low-latency"]),
     ],
 )
-def test_wrong_argument_gives_a_one_line_error_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
+def test_wrong_ray_argument_gives_a_one_line_error_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RayError) as found:
         read_arguments(arguments, {})
     message = str(found.value)
     assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_cluster_must_have_capacity_for_the_replicas() -> None:
+def test_ray_cluster_without_capacity_for_the_replicas_is_refused() -> None:
     def check(**arguments: Any) -> None:
         settings = read(**arguments)
         check_capacity(NODES, replica_needs(settings.engine_options), settings)
@@ -107,7 +107,7 @@ def test_cluster_must_have_capacity_for_the_replicas() -> None:
     check(num_replicas=100, ray_actor_options={"num_cpus": 0})
     check(autoscaling_config={"min_replicas": 6, "max_replicas": 60})
     check(placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
-    with pytest.raises(RayError, match=r"num_replicas is 7 .* for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
+    with pytest.raises(RayError, match=r"num_replicas is 7, .* for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
         check(num_replicas=7)
     with pytest.raises(RayError, match=r"capacity for 2: .*CPU 1, at most 1 on a node"):
         check(num_replicas=3, max_replicas_per_node=1)
@@ -123,7 +123,7 @@ def test_cluster_must_have_capacity_for_the_replicas() -> None:
     assert needs == {"CPU": 1, "memory": 10, "a": 1}
 
 
-def test_error_names_the_node_that_lacks_the_model(tmp_path: Any) -> None:
+def test_error_lists_the_ray_nodes_that_lack_the_model(tmp_path: Any) -> None:
     check_model(str(tmp_path), [Node("", "this machine", {"CPU": 1.0})])
     with pytest.raises(RayError, match=r"nowhere.*no such directory on this machine; copy it there"):
         check_model(str(tmp_path / "nowhere"), [Node("", "this machine", {"CPU": 1.0})])
@@ -131,7 +131,7 @@ def test_error_names_the_node_that_lacks_the_model(tmp_path: Any) -> None:
 
 def test_waiting_requests_raise_the_number_of_replicas() -> None:
     def wanted(*loads: tuple[int, int], unsent: int = 0, engines: int = 1, target: float | None = None) -> int:
-        return replicas_wanted([Load(*load) for load in loads], unsent, engines, 64, target)
+        return num_replicas_needed([Load(*load) for load in loads], unsent, engines, 64, target)
 
     assert wanted((0, 0)) == wanted((64, 0)) == wanted() == 1
     assert wanted((64, 1)) == 2 and wanted((64, 64)) == 2 and wanted((64, 65)) == 3
@@ -153,7 +153,7 @@ def test_autoscaling_policy_rounds_the_mean_of_reported_replicas() -> None:
     assert decided(2.6, 2.4) == 3
 
 
-def test_cluster_address_equals_that_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_cluster_address_equals_that_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -180,15 +180,15 @@ def test_status_watch_reports_the_end_and_the_number_of_engines() -> None:
     running = {"RUNNING": 1}
     replacing = {"RUNNING": 1, "STOPPING": 1}
     watch = StatusWatch("llm", "api", "engines")
-    watch.look(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
+    watch.read_status(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
     assert not watch.is_ending and watch.num_replicas == 3  # the API that this one replaces is stopping
-    watch.look(status("RUNNING", running, {"RUNNING": 4}))
-    watch.look({})  # the controller has just started
+    watch.read_status(status("RUNNING", running, {"RUNNING": 4}))
+    watch.read_status({})  # the controller has just started
     assert not watch.is_ending and watch.num_replicas == 4
-    watch.look(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, running))
+    watch.read_status(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, running))
     assert watch.is_ending
     watch = StatusWatch("llm", "api", "engines")
-    watch.look(status("DELETING", running, running))
+    watch.read_status(status("DELETING", running, running))
     assert watch.is_ending
 
 

@@ -25,7 +25,7 @@ def test_check_accepts_server_options(vllm_version: str) -> None:
 def test_check_result_is_unknown_if_layers_cannot_be_built() -> None:
     done = check("--tensor-parallel-size", 2)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "it is not known whether it will work" in done.stdout and "split among 2 devices" in done.stdout
+    assert "it is not known whether the model will work" in done.stdout and "split among 2 devices" in done.stdout
     assert "it will work:" not in done.stdout
 
 

@@ -51,7 +51,7 @@ def nobody(question: dict[str, Any], client: control.Client) -> Any:
 # ------------------------------------------------------------------ the socket
 
 
-def test_only_the_owner_may_connect_and_close_removes_the_socket(tmp_path: Path) -> None:
+def test_control_socket_is_private_and_removed_on_close(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -74,7 +74,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_default_socket_is_in_a_private_folder(temporary: Path) -> None:
+def test_default_control_socket_is_in_a_private_folder(temporary: Path) -> None:
     with operated(None) as host:
         path = Path(host.control.path)
         assert path.parent == temporary / f"pointsman-{os.getuid()}" and str(os.getpid()) in path.name
@@ -83,7 +83,7 @@ def test_default_socket_is_in_a_private_folder(temporary: Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_process_may_have_several_sockets(temporary: Path) -> None:
+def test_a_process_may_have_several_control_sockets(temporary: Path) -> None:
     with operated(None) as one, operated(None) as other:
         one.add("a")
         found = [len(ask(Path(host.control.path), "explain")["requests"]) for host in (one, other)]
@@ -130,7 +130,7 @@ def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
 def test_path_of_a_live_socket_is_refused_and_the_socket_kept(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path):
-        with pytest.raises(ConfigError, match="another process listens on"):
+        with pytest.raises(ConfigError, match="another process listens on the control socket"):
             ControlSocket(str(path), nobody)
         assert ask(path, "explain")["requests"] == []
 
@@ -158,9 +158,9 @@ def test_a_locked_folder_does_not_block_the_start(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("file", "exists and is not a socket"),
-        ("nowhere/s", "cannot listen on the socket .*No such file"),
-        ("x" * 200, "more than 107 bytes"),
+        ("file", "which exists and is not a socket"),
+        ("nowhere/s", "cannot listen on the control socket .*No such file"),
+        ("x" * 200, "is longer than 107 bytes"),
     ],
 )
 def test_an_unusable_socket_path_is_refused(tmp_path: Path, name: str, words: str) -> None:
@@ -262,12 +262,12 @@ def test_questions_are_answered_while_the_engine_is_idle(tmp_path: Path) -> None
         (b"[1]\n", "not a JSON object"),
         (b'{"ask": "explode"}\n', "the question 'explode' is unknown"),
         (b"{}\n", "the question None is unknown"),
-        (b'{"ask": "explain", "limit": 0}\n', "limit is 0; give 1 to 1000"),
+        (b'{"ask": "explain", "limit": 0}\n', "limit is 0; it must be an integer from 1 to 1000"),
         (b'{"ask": "explain", "limit": "x"}\n', "limit is 'x'"),
         (b'{"ask": "explain", "id": 7}\n', "no request 7"),
         (b'{"ask": "explain", "id": ["a"]}\n', "no request ['a']"),
         (b"[" * 4000 + b"\n", "not JSON"),
-        (b'{"ask": "record"}\n', "no file came with the question"),
+        (b'{"ask": "record"}\n', "the question 'record' came without a file descriptor"),
         (b"x" * 5000, "longer than 4096 bytes"),
     ],
 )
@@ -331,7 +331,7 @@ def test_the_number_of_concurrent_clients_is_bounded(tmp_path: Path) -> None:
         listening.close()
 
 
-def test_a_refused_client_gets_the_reason(tmp_path: Path) -> None:
+def test_a_refused_client_of_the_socket_gets_the_reason(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
@@ -405,7 +405,7 @@ def test_a_client_that_does_not_read_delays_only_itself(tmp_path: Path) -> None:
         assert time.monotonic() - began < control.CLIENT_SECONDS / 4
 
 
-def test_a_question_waits_for_the_scheduler_lock(tmp_path: Path) -> None:
+def test_answering_a_question_waits_for_the_scheduler_lock(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host:
         answers: list[dict[str, Any]] = []
@@ -418,7 +418,7 @@ def test_a_question_waits_for_the_scheduler_lock(tmp_path: Path) -> None:
         assert len(answers) == 1
 
 
-def test_answers_take_at_most_a_tenth_of_the_time(tmp_path: Path) -> None:
+def test_answering_questions_takes_at_most_a_tenth_of_the_time(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host:
         for number in range(300):
             host.add(f"r{number}")

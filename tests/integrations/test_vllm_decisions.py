@@ -33,16 +33,16 @@ MET_PER_100 = {
 pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 
 
-def test_every_decision_equals_vllms() -> None:
+def test_every_scheduling_decision_equals_vllms() -> None:
     tally = decided_alike(WORKLOADS, met_per_100=MET_PER_100)
     for what in ("resumed in chunks", "gave up drafts", "resumed a block later"):
         assert tally.get(what, 0) <= len(WORKLOADS) // 10, "the comparison of these workloads ends there"
 
 
-def test_sessions_and_their_parts_run_when_vllm_runs_them() -> None:
+def test_parts_of_streaming_prompts_run_in_the_same_steps_as_in_vllm() -> None:
     decided_alike(SESSIONS, "sessions", met_per_100={"steps": 3_000, "sessions": 700, "stopped": 300, "aborts": 30})
 
 
-def test_decisions_about_grammars_equal_vllms() -> None:
+def test_scheduling_decisions_with_grammars_equal_vllms() -> None:
     met = {"steps": 5_000, "grammars": 800, "refused": 100, "hits": 100, "drafts": 500, "asynchronous": 20}
     decided_alike(GRAMMARS, "grammars", met_per_100=met)

@@ -123,7 +123,7 @@ def played(line: str, server: Server, cwd: Path) -> str:
     return page
 
 
-def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version: str) -> None:
+def test_commands_of_the_vllm_document_run_in_order(tmp_path: Path, vllm_version: str) -> None:
     with serving(tmp_path, vllm_version) as server:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
         assert len(asking) == 6
@@ -168,8 +168,8 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version:
     assert f"pointsman explain --socket {server.socket}" in log
 
 
-def test_the_readme_starts_vllm_as_in_this_document() -> None:
-    """Its `vllm serve` has no victim, which is the default one anyway."""
+def test_the_readme_and_the_vllm_document_start_vllm_alike() -> None:
+    """The command in the README leaves out the option `victim`, whose value in the document is the default."""
     (start,) = (text for _, language, text in blocks(ROOT / "README.md") if language == "text" and "vllm check" in text)
     given = [" ".join(shlex.split(line, comments=True)) for line in commands(start)]
     tested = [" ".join(shlex.split(line.replace(', "victim": "latest"', ""), comments=True)) for line in COMMANDS]
@@ -182,7 +182,7 @@ def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 
 
-def test_check_reports_success_and_the_knobs() -> None:
+def test_vllm_check_reports_success_and_the_knobs() -> None:
     done = check_vllm("--additional-config", '{"pointsman": {"decode_reserve": "mean", "socket": ""}}')
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM 0.32.0: Pointsman 0.1.0 supports it (" in done.stdout
@@ -200,7 +200,7 @@ def test_check_reports_success_and_the_knobs() -> None:
     assert re.search(r"  1 group: \d+ layers of FullAttentionSpec, blocks of \d+ tokens", done.stdout)
 
 
-def test_check_reports_all_problems() -> None:
+def test_vllm_check_reports_all_problems() -> None:
     done = check_vllm(
         "--kv-cache-metrics",
         "--kv-transfer-config",
@@ -216,13 +216,16 @@ def test_check_reports_all_problems() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-num-seqs", "many"], "vLLM does not take these options"),
-        (["--no-such-option"], "vLLM does not take these options"),
-        (["--scheduler-cls", "pointsman.Scheduler"], "--scheduler-cls is pointsman.Scheduler, and this checks"),
+        (["--max-num-seqs", "many"], "vLLM rejects these options"),
+        (["--no-such-option"], "vLLM rejects these options"),
+        (
+            ["--scheduler-cls", "pointsman.Scheduler"],
+            "--scheduler-cls is pointsman.Scheduler, but this command checks only",
+        ),
         (["--max-num-seqs", "0"], "vLLM cannot run"),
     ],
 )
-def test_check_reports_options_that_vllm_rejects(options: list[str], words: str) -> None:
+def test_vllm_check_reports_options_that_vllm_rejects(options: list[str], words: str) -> None:
     done = check_vllm(*options)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and "Traceback" not in done.stderr

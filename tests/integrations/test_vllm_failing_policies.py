@@ -64,7 +64,7 @@ def run_vllm(folder: Path, way: str, knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", short_of(ALL, SHORT))
-def test_requests_complete_and_operators_see_the_failures(
+def test_requests_complete_and_policy_failures_are_reported(
     case: str, tmp_path: Path, expected: dict[str, Any], vllm_version: str
 ) -> None:
     kind, at, after, way = ALL[case]
@@ -111,7 +111,7 @@ def test_failing_policies_change_no_token_with_kv_groups(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "at"), faulty_policies.WHERE)
-def test_no_failing_method_ends_the_engine(
+def test_a_failing_policy_method_does_not_end_the_engine(
     kind: str, at: str, tmp_path: Path, expected: dict[str, Any], vllm_version: str
 ) -> None:
     if ("plain", vllm_version) not in expected:

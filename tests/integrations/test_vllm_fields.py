@@ -9,7 +9,7 @@ from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
 pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 
 
-def test_outputs_fulfil_the_model_runners_assumptions(vllm_version: str) -> None:
+def test_scheduler_outputs_fulfil_the_model_runners_assumptions(vllm_version: str) -> None:
     seen = run_in_vllm("vllm_fields.py")
     assert seen.pop("version") == vllm_version
     assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost", "tenants")) > 100

@@ -64,8 +64,8 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 
 
 @pytest.mark.parametrize("case", short_of(list(CASES), SHORT_MODELS))
-def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
-    """In the same number of steps, with the same cached tokens. Prompts run twice; the second run finds them cached."""
+def test_tokens_with_kv_groups_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
+    """The numbers of steps and of cached tokens are equal, too. Prompts run twice; the second run finds them cached."""
     family, options, groups = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs = run_in_vllm("vllm_groups.py", family, "theirs", tmp_path, *given)
@@ -92,8 +92,8 @@ def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> Non
 
 
 @pytest.mark.long
-def test_one_kv_group_gives_the_same_tokens_as_several_groups(tmp_path: Path) -> None:
-    """With the flag that keeps all KV in one group, which the core owns."""
+def test_one_kv_group_gives_the_same_tokens_as_several_kv_groups(tmp_path: Path) -> None:
+    """Compares vLLM with and without the flag that keeps all KV in one group, which the core owns."""
     several = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path)
     one = run_in_vllm("vllm_groups.py", "gemma3", "one", tmp_path)
     assert one["tokens"] == several["tokens"] and one["groups"] == ["FullAttentionSpec"]
@@ -110,7 +110,7 @@ def test_one_kv_group_gives_the_same_tokens_as_several_groups(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
+def test_a_recording_with_sliding_windows_is_replayed(tmp_path: Path) -> None:
     """A recording of layouts that the core manages itself is replayed."""
     file = tmp_path / "run.jsonl"
     settings = json.dumps({"pointsman": {"socket": "", "record": str(file)}})
@@ -159,7 +159,7 @@ def test_check_reports_vllms_groups(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.long
 def test_prompts_too_short_for_the_prefix_cache_are_reported(tmp_path: Path) -> None:
-    """For a model that caches states: by `check`, and when vLLM starts."""
+    """`check` and the start of vLLM report them for a model that caches states."""
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
     for options, flags, says, least in (
         (CACHE, ["--enable-prefix-caching"], "shorter prompts find nothing", 129),
@@ -174,15 +174,15 @@ def test_prompts_too_short_for_the_prefix_cache_are_reported(tmp_path: Path) -> 
 
 
 @pytest.mark.next_vllm
-def test_decisions_equal_those_of_vllms_scheduler() -> None:
+def test_scheduling_with_kv_groups_equals_that_of_vllm() -> None:
     """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
     tally = decided_alike(WORKLOADS, "groups", met_per_100=MET_PER_100)
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
     assert ended_early <= len(WORKLOADS) // 5, tally  # 51 of 334 in one part
 
 
-def test_decisions_about_drafts_over_states_equal_vllms() -> None:
-    """Each draft has a state of its own."""
+def test_scheduling_of_drafts_with_mamba_states_equals_vllms() -> None:
+    """Each draft of a row has a Mamba state of its own."""
     workloads = seeds(6, 170)
     tally, count = decided_alike(workloads, "states"), len(workloads)
     # A budget or a threshold of one token has no tokens for a draft.
@@ -190,8 +190,8 @@ def test_decisions_about_drafts_over_states_equal_vllms() -> None:
     assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
 
 
-def test_failed_steps_lose_no_request_and_no_block() -> None:
-    """A policy that raises in the middle of steps, and a cache that is reset while requests run."""
+def test_failed_steps_with_kv_groups_lose_no_request_and_no_block() -> None:
+    """A policy raises in the middle of steps, and the prefix cache is reset while requests run."""
     tally: Counter[str] = Counter()
     for run in seeds(8, 170).runs(RUN):
         tally.update(run_in_vllm("vllm_group_faults.py", run.start, len(run), timeout=600))

@@ -65,7 +65,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.next_vllm
-def test_decisions_equal_those_of_vllms_scheduler() -> None:
+def test_scheduling_with_images_equals_that_of_vllm() -> None:
     """On random workloads, step by step, including the computed images; and no row reads dropped embeddings."""
     tally = decided_alike(WORKLOADS, "images", met_per_100=MET_PER_100)
     ended_early = [tally.get(why, 0) for why in ENDS]
@@ -84,14 +84,14 @@ def test_differences_from_vllm_with_images_have_documented_reasons(seed: int, wh
     assert not found["differences"] and found["tally"][why] == 1, found
 
 
-def test_decisions_for_encoder_decoders_equal_vllms() -> None:
+def test_scheduling_of_encoder_decoder_models_equals_vllms() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
     tally = decided_alike(WITH_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
     ended_early = [tally.get(why, 0) for why in ("resumed in chunks", "gave up drafts")]
     assert sum(ended_early) <= len(WITH_ENCODERS) // 5, tally
 
 
-def test_special_cases_of_image_requests() -> None:
+def test_unusual_image_requests_end_as_documented() -> None:
     found = run_in_vllm("vllm_image_cases.py")
     assert found["too large"] == [{"small": "length", "large": "error"}, True]
     ended, later, num_computed = found["another number"]
@@ -116,10 +116,10 @@ def test_special_cases_of_image_requests() -> None:
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3", {}), ("qwen3", SMALL_POOL), ("gemma3", {}), ("qwen3", {"async_scheduling": True})]
 )
-def test_prompts_as_embeddings_get_the_same_tokens_as_in_vllm(
+def test_prompts_given_as_embeddings_get_the_same_tokens_as_in_vllm(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """The same tokens as the same prompts given as tokens, with as many cache hits."""
+    """The prompts given as token ids get equal tokens and equally many cache hits, too."""
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs, ours = (run_in_vllm("vllm_embeds.py", family, how, tmp_path, *given) for how in ("theirs", "ours"))
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5
@@ -133,7 +133,7 @@ def test_prompts_as_embeddings_get_the_same_tokens_as_in_vllm(
 
 @pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), SHORT_MODELS))
 def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> None:
-    """Whisper: in the same steps, with the same inputs computed in each."""
+    """Whisper: the steps, and the inputs that each step computes, are equal, too."""
     options = ENCODER_DECODERS[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs, ours = (run_in_vllm("vllm_media.py", "whisper", how, tmp_path, *given) for how in ("theirs", "ours"))
@@ -157,8 +157,8 @@ def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> No
 @pytest.mark.long
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision; benchmarks/vllm_env.py makes a folder with it")
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
-    """In the same steps, with the same images computed in each; twice, so that caches are used."""
+def test_tokens_with_images_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
+    """The steps and the images that each step computes are equal, too. All prompts run twice, to use caches."""
     family, options = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs = run_in_vllm("vllm_media.py", family, "theirs", tmp_path, *given, packages=TORCHVISION)

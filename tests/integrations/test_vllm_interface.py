@@ -46,7 +46,7 @@ ON_EACH = pytest.mark.parametrize(
 
 
 @ON_EACH
-def test_every_assumption_holds_on_tested_versions(version: str) -> None:
+def test_every_assumption_about_vllm_holds_in_tested_versions(version: str) -> None:
     found = examine(sources_of(version))
     assert found.version == version
     assert [(each.place, each.expected, each.found) for each in found.broken] == []
@@ -54,12 +54,12 @@ def test_every_assumption_holds_on_tested_versions(version: str) -> None:
 
 
 @ON_EACH
-def test_every_field_of_tested_versions_is_known(version: str) -> None:
+def test_every_vllm_field_in_tested_versions_is_known(version: str) -> None:
     assert [(each.place, each.expected) for each in examine(sources_of(version)).new] == []
 
 
 @needs(UNSUPPORTED_VERSION)
-def test_missing_features_of_an_older_version_are_found() -> None:
+def test_features_missing_in_an_older_vllm_are_found() -> None:
     found = examine(sources_of(UNSUPPORTED_VERSION)).broken
     broken = {(each.expected.partition("(")[0], file_of(each)) for each in found}
     assert ("ModelConfig.supports_multimodal_inputs", "support.py") in broken
@@ -81,7 +81,7 @@ def imports_of_vllm() -> set[tuple[str, str]]:
 
 
 @VLLM_INSTALLED
-def test_every_uncaught_import_is_an_assumption() -> None:
+def test_every_unguarded_import_of_vllm_is_collected() -> None:
     listed = {(file_of(each), each.expected) for each in installed().assumptions if each.kind == "name"}
     caught = {(file_of(each), each.expected) for each in installed().fallbacks if each.kind == "name"}
     imports = imports_of_vllm()
@@ -106,19 +106,19 @@ def test_every_uncaught_import_is_an_assumption() -> None:
         pytest.param("scheduler_output.py", "CachedRequestData.resumed_req_ids", id="a parameter"),
     ],
 )
-def test_attributes_that_our_code_reads_are_listed(file: str, expected: str) -> None:
+def test_vllm_attributes_that_our_code_reads_are_collected(file: str, expected: str) -> None:
     assert (file, expected) in {(file_of(each), each.expected) for each in installed().assumptions}
 
 
 @VLLM_INSTALLED
-def test_each_kind_of_assumption_occurs_often() -> None:
+def test_many_assumptions_of_each_kind_are_collected() -> None:
     least = {"name": 100, "attribute": 500, "call": 100, "field": 20, "override": 15, "scheduler": 60}
     counts = installed().counts()
     assert {kind for kind in least if counts[kind] < least[kind]} == set()
 
 
 @VLLM_INSTALLED
-def test_every_attribute_that_the_engine_core_reads_is_compared() -> None:
+def test_scheduler_attributes_that_vllms_engine_reads_are_checked() -> None:
     expected = {each.expected for each in installed().assumptions if each.kind == "scheduler"}
     for name in ("schedule", "update_from_output", "connector", "pause_state", "make_stats", "__init__"):
         assert f"Scheduler.{name}" in expected
@@ -248,7 +248,9 @@ def linked(source: Path, target: Path, own: set[Path]) -> None:
 
 @VLLM_INSTALLED
 @pytest.mark.parametrize(("kind", "file", "expected", "found"), FOUND)
-def test_a_planted_change_is_found(planted: Path, kind: str, file: str, expected: str, found: str) -> None:
+def test_a_planted_change_of_vllm_breaks_an_assumption(
+    planted: Path, kind: str, file: str, expected: str, found: str
+) -> None:
     broken = [each for each in examine(planted).broken if each.kind == kind and each.expected.startswith(expected)]
     (first, *_) = [each for each in broken if file_of(each) == file]
     assert found in first.found
@@ -256,14 +258,14 @@ def test_a_planted_change_is_found(planted: Path, kind: str, file: str, expected
 
 
 @VLLM_INSTALLED
-def test_a_new_field_with_a_default_is_reported_as_new(planted: Path) -> None:
+def test_a_new_vllm_field_with_a_default_is_reported_as_new(planted: Path) -> None:
     found = examine(planted)
     assert "SchedulerOutput.planted" in {each.expected for each in found.new}
     assert not [each for each in found.broken if "SchedulerOutput.planted" in each.expected]
 
 
 @VLLM_INSTALLED
-def test_a_missing_attribute_with_a_default_breaks_nothing(planted: Path) -> None:
+def test_a_missing_attribute_read_with_a_default_is_a_fallback(planted: Path) -> None:
     found, name = examine(planted), "VllmConfig.aux_output_config"
     assert name in {each.expected for each in found.fallbacks}
     assert name not in {each.expected for each in [*found.assumptions, *installed().fallbacks]}
@@ -273,7 +275,7 @@ def test_a_missing_attribute_with_a_default_breaks_nothing(planted: Path) -> Non
 
 
 @VLLM_INSTALLED
-def test_the_command_lists_broken_and_new_assumptions(planted: Path) -> None:
+def test_vllm_interface_command_lists_broken_and_new_assumptions(planted: Path) -> None:
     done = CliRunner().invoke(app, ["interface", "--sources", str(planted)], standalone_mode=False)
     assert done.return_value == 1
     assert f"{len(examine(planted).broken)} do not hold:" in done.output
@@ -284,7 +286,7 @@ def test_the_command_lists_broken_and_new_assumptions(planted: Path) -> None:
 
 
 @VLLM_INSTALLED
-def test_the_command_accepts_the_package_folder_and_prints_json() -> None:
+def test_vllm_interface_command_accepts_a_package_and_prints_json() -> None:
     package = sources_of(VLLM_VERSION) / "vllm"
     done = CliRunner().invoke(app, ["interface", "--sources", str(package), "--json"], standalone_mode=False)
     printed = json.loads(done.output)
@@ -293,7 +295,7 @@ def test_the_command_accepts_the_package_folder_and_prints_json() -> None:
     assert sum(printed["counts"].values()) == len(installed().assumptions)
 
 
-def test_a_folder_without_vllm_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_error_about_a_folder_without_vllm_has_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(NoVLLM, match=rf"no vLLM in {tmp_path}; give --sources"):
         examine(tmp_path)
 
@@ -308,7 +310,7 @@ def installed_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @VLLM_INSTALLED
-def test_an_untested_version_is_refused_with_its_broken_assumptions(
+def test_an_untested_vllm_is_refused_with_its_broken_assumptions(
     planted: Path, installed_as: Callable[[Path], None]
 ) -> None:
     installed_as(planted)
@@ -322,7 +324,7 @@ def test_an_untested_version_is_refused_with_its_broken_assumptions(
 
 
 @VLLM_INSTALLED
-def test_an_untested_version_starts_if_allowed_and_nothing_is_broken(
+def test_an_untested_vllm_starts_if_allowed_and_no_assumption_is_broken(
     installed_as: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed_as(sources_of(VLLM_VERSION))

@@ -39,7 +39,7 @@ pytestmark = NEEDS_VLLM
 # ------------------------------------------------------------------ decisions and recordings
 
 
-def test_decisions_stay_vllms_and_the_recording_is_correct(tmp_path: Path) -> None:
+def test_observer_keeps_vllms_decisions_and_records_them(tmp_path: Path) -> None:
     tally = compared("vllm_observed.py", WORKLOADS, tmp_path)
     for what, least in MET_PER_10.items():
         assert tally[what] >= least * len(WORKLOADS) // 10, f"{what}: {tally[what]}"
@@ -47,8 +47,8 @@ def test_decisions_stay_vllms_and_the_recording_is_correct(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_failures_end_the_recording_and_never_vllm() -> None:
-    """A full disk, a missing folder, and a bug of ours."""
+def test_observer_failures_end_the_recording_and_not_vllm() -> None:
+    """The failures are a full disk, a missing folder, and an error in our own code."""
     found = run_in_vllm("vllm_observed_faults.py")
     full, absent, mistaken = found["full disk"], found["no folder"], found["mistake"]
     assert "No space left" in full["warnings"][0]

@@ -94,7 +94,7 @@ def test_a_cancelled_recording_is_empty(tmp_path: Path) -> None:
     assert (tmp_path / "r").read_bytes() == b""
 
 
-def test_a_recording_ends_with_its_client(tmp_path: Path) -> None:
+def test_a_recording_ends_when_its_client_disconnects(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host:
         with connect(str(tmp_path / "s")) as connection:
             begin(connection, tmp_path / "r")
@@ -109,15 +109,15 @@ def test_a_recording_ends_with_its_client(tmp_path: Path) -> None:
 def test_a_second_recording_at_the_same_time_is_refused(tmp_path: Path) -> None:
     with operated(tmp_path / "s"), connect(str(tmp_path / "s")) as first, connect(str(tmp_path / "s")) as second:
         begin(first, tmp_path / "r")
-        with pytest.raises(Refused, match="a recording is under way already"):
+        with pytest.raises(Refused, match="another recording is already under way"):
             begin(second, tmp_path / "r2")
         end(first)
         assert begin(second, tmp_path / "r2") == {"state": "recording"}
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_an_impossible_recording_is_refused(tmp_path: Path, is_busy: bool) -> None:
-    """With images, for example. If it waited, the engine would fail when the recording begins."""
+def test_a_recording_of_unsupported_settings_is_refused_at_once(tmp_path: Path, is_busy: bool) -> None:
+    """A recording with images, for example. If it waited, the engine would fail when the recording begins."""
     with operated(tmp_path / "s", encoder_budget=8, encoder_cache_size=8) as host:
         if is_busy:
             host.add("a")
@@ -183,10 +183,10 @@ def test_the_client_is_notified_when_a_recording_ends_by_itself(
         assert connection.ask("metrics")["stats"]["num_added"] == 6
 
 
-def test_a_recording_from_the_start_is_private(tmp_path: Path) -> None:
+def test_the_file_of_a_recording_from_the_start_is_private(tmp_path: Path) -> None:
     file = RecordingFile.create(tmp_path / "r")
     with operated(tmp_path / "s", record=file) as host, connect(str(tmp_path / "s")) as connection:
-        with pytest.raises(Refused, match="under way already"):
+        with pytest.raises(Refused, match="already under way"):
             begin(connection, tmp_path / "r2")
         work(host, "ab")
         until(lambda: not file.num_waiting_bytes)

@@ -34,7 +34,7 @@ def settled(knobs: dict[str, Any] | None = None, **changes: Any) -> Any:
     return scheduler_config(vllm_config(**changes), SimpleNamespace(num_blocks=40), 16, knobs or {})
 
 
-def test_flags_of_vllm_keep_their_meaning() -> None:
+def test_flags_of_vllm_have_the_same_meaning_with_the_drop_in() -> None:
     config = settled(
         scheduler_config__max_num_batched_tokens=100,
         scheduler_config__max_num_scheduled_tokens=90,
@@ -59,7 +59,7 @@ def test_flags_that_vllm_accepts_are_not_refused() -> None:
     assert 0.97 < settled(scheduler_config__watermark=0.99).watermark < 1.0, "all but one of the usable blocks"
 
 
-def test_the_budget_may_be_too_small_for_drafts_of_all_rows() -> None:
+def test_token_budget_may_be_too_small_for_drafts_of_all_rows() -> None:
     """vLLM's default for a server is 2,048 tokens and 256 requests."""
     many = settled(
         num_speculative_tokens=15,
@@ -71,7 +71,7 @@ def test_the_budget_may_be_too_small_for_drafts_of_all_rows() -> None:
     assert not settled(table, num_speculative_tokens=3, scheduler_config__max_num_seqs=8).pad_first_decodes
 
 
-def test_knobs_and_presets_come_from_the_additional_config() -> None:
+def test_knobs_and_presets_are_read_from_additional_config() -> None:
     settings = read_settings({"pointsman": {"decode_reserve": "mean", "socket": "/s", "record": "/r"}})
     assert (dict(settings.knobs), settings.socket, settings.record) == ({"decode_reserve": "mean"}, "/s", "/r")
     assert (settings.max_retention, read_settings({"pointsman": {"max_retention": 5}}).max_retention) == (600, 5)
@@ -90,12 +90,15 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (3, "it must be an object of knobs"),
-        ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
+        (3, "it must be an object with knobs"),
+        ({"max_num_seqs": 3}, "max_num_seqs in --additional-config has no effect: vLLM takes it from --max-num-seqs"),
         ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, .*victim"),
-        ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
+        ({"preset": "high-throughput"}, "preset in --additional-config is 'high-throughput'; choose one of"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
-        ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
+        (
+            {"preemption_mode": "swap"},
+            "preemption_mode is 'swap': swapping needs host memory .* leave preemption_mode out",
+        ),
         (
             {"max_retention": -1},
             "max_retention in --additional-config is -1; it must be a number of seconds, at least 0",
@@ -128,7 +131,7 @@ def test_error_about_an_unknown_class_names_the_known_classes() -> None:
         _ = pointsman.integrations.vllm.Schedular
 
 
-def test_presets_and_flags_follow_the_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_vllm_makes_the_decisions_of_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.integrations.vllm.settings.encoder_sizes", lambda config: (8, 16))
     config = vllm_config(scheduler_config__disable_chunked_mm_input=True)
     found = {}
@@ -140,7 +143,7 @@ def test_presets_and_flags_follow_the_version_of_vllm(monkeypatch: pytest.Monkey
     assert found == {"0.31.0": older, "0.32.1+cpu": older, "0.33.0": (False, False, False)}
 
 
-def test_every_knob_is_either_vllms_or_ours() -> None:
+def test_every_knob_is_set_by_a_vllm_flag_or_by_additional_config() -> None:
     assert not KNOBS & FLAGS.keys()
 
 
@@ -185,7 +188,7 @@ def test_unsupported_configurations_are_refused_with_a_remedy(changes: dict[str,
     assert "leave --scheduler-cls out" in str(refused.value)
 
 
-def test_the_document_lists_exactly_the_refusals() -> None:
+def test_the_vllm_document_lists_exactly_the_refusals() -> None:
     folder = ROOT / "pointsman" / "integrations" / "vllm"
     keys = []
     for path in sorted(folder.glob("*.py")):
@@ -199,12 +202,12 @@ def test_the_document_lists_exactly_the_refusals() -> None:
     assert sorted(told) == sorted(set(keys)) and len(told) >= 10
 
 
-def test_a_refusal_has_a_key_and_is_its_text() -> None:
+def test_a_refusal_is_a_string_with_a_key() -> None:
     (refused,) = problems_of(vllm_config(kv_transfer_config=object()), None)
     assert refused.key == "kv-connector" and refused.startswith("KV connectors are not supported")
 
 
-def test_untested_parts_are_reported() -> None:
+def test_untested_parts_of_the_configuration_are_reported() -> None:
     assert untested_parts(vllm_config()) == []
     speculation = SimpleNamespace(method="suffix")
     changes = {
@@ -245,7 +248,7 @@ def test_check_reports_that_an_allowed_version_is_untested() -> None:
     assert "9.9.0: not tested: no assumption about its interface is known" in Report("9.9.0", "model").lines()[0]
 
 
-def test_refusal_of_a_version_names_vllms_own_scheduler_once() -> None:
+def test_refusal_of_a_version_suggests_vllms_scheduler_once() -> None:
     with pytest.raises(UnsupportedVLLM, match=r"vLLM 0\.29\.1") as refused:
         check_version("0.29.1+cpu")
     problem = problem_of_version("0.29.1+cpu")
@@ -255,7 +258,7 @@ def test_refusal_of_a_version_names_vllms_own_scheduler_once() -> None:
     assert problem_of_version("0.32.1+cpu") is None
 
 
-def test_no_flag_that_runs_according_to_the_document_is_refused() -> None:
+def test_flags_that_the_document_lists_under_run_are_accepted() -> None:
     """Compares the flags under "Run" with the table of refusals, and with the messages that ask to leave a flag out."""
     text = (ROOT / "docs" / "vllm.md").read_text()
     run, _, refused = text.partition("\n## Run")[2].partition("\n## What differs")[0].partition("### What is refused")

@@ -65,7 +65,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
 
 @pytest.mark.next_vllm
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
-def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> None:
+def test_completions_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, aborts = make_requests(NUM_REQUESTS, seed=1, max_length=way.max_length)
     log = tmp_path / "observed.jsonl"

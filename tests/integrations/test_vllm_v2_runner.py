@@ -13,7 +13,7 @@ OF_SOME_VERSIONS = {"block_table_updates", "encoder_input_updates", "num_spec_to
 """Fields that only some supported versions read."""
 
 
-def test_the_second_runner_reads_our_outputs_like_vllms() -> None:
+def test_second_model_runner_reads_our_outputs_as_it_reads_vllms() -> None:
     """Slots, tokens, blocks, positions, prefills and uniform decodes, step by step; each row reads its own KV."""
     tally = compared("vllm_v2_runner.py", WORKLOADS)
     count = len(WORKLOADS)
@@ -23,7 +23,7 @@ def test_the_second_runner_reads_our_outputs_like_vllms() -> None:
         assert tally.get("gave up drafts", 0) + tally.get("resumed in chunks", 0) <= count // 10, tally
 
 
-def test_the_document_lists_the_fields_that_the_runner_reads() -> None:
+def test_the_document_lists_the_fields_that_the_second_runner_reads() -> None:
     read = run_in_vllm("vllm_v2_runner.py", "fields")
     text = (ROOT / "docs" / "vllm.md").read_text().partition("### What its second model runner reads")[2]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text.partition("\n## ")[0], re.MULTILINE)

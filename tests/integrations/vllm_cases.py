@@ -91,7 +91,7 @@ def told(outputs: dict[int, Any], name: str) -> Any:
     return next(each for client in outputs.values() for each in client.outputs if each.request_id == name)
 
 
-def a_client_is_told_that_an_idle_session_ended() -> None:
+def a_client_gets_the_end_of_an_idle_session() -> None:
     scheduler = one()
     scheduler.add_request(request("s", [1, 2, 3], max_tokens=1, resumable=True, client_index=1))
     _, outputs = step(scheduler)
@@ -104,7 +104,7 @@ def a_client_is_told_that_an_idle_session_ended() -> None:
     assert outputs[1].finished_requests == {"s"} and not scheduler.has_requests()
 
 
-def ends_are_told_during_a_pause() -> None:
+def ends_are_reported_during_a_pause() -> None:
     scheduler = one()
     scheduler.add_request(request("a", [1, 2, 3]))
     step(scheduler)
@@ -116,8 +116,8 @@ def ends_are_told_during_a_pause() -> None:
     assert not scheduler.has_requests()
 
 
-def a_client_whose_fault_it_is_is_told_so_since_0_33() -> None:
-    """For such an output vLLM's server answers with status 400 and this message."""
+def a_client_error_is_reported_since_0_33() -> None:
+    """vLLM's server answers with status 400 and the message of the output."""
     scheduler = one()
     grammar = request("g", [1, 2, 3], structured=True)
     grammar.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -148,7 +148,7 @@ def a_grammar_refuses_the_token_that_ends_its_request() -> None:
         assert not scheduler.has_requests() and scheduler.get_kv_cache_usage() == 0
 
 
-def large_numbers_are_taken_as_vllm_takes_them() -> None:
+def large_numbers_are_accepted_as_in_vllm() -> None:
     scheduler = make_scheduler(v2=False, asynchronous=False, pipeline=1, policy="priority")
     now_in_ns = 1_795_350_000_000_000_000
     for at in range(8):  # sequence slots for 6
@@ -264,7 +264,7 @@ def a_prompt_that_is_pooled_may_fill_the_model() -> None:
     assert computed == len(prompt) and scheduler.get_kv_cache_usage() == 0
 
 
-def what_reads_no_cache_leaves_its_own_and_says_so() -> None:
+def requests_that_skip_the_prefix_cache_still_add_blocks_to_it() -> None:
     scheduler = one()
     for name in ("p", "q"):
         made = request(name, list(range(12)))
@@ -482,7 +482,7 @@ def a_grammar_that_breaks_ends_its_request_and_no_other() -> None:
 
 
 class Fails(FirstComeFirstServed):
-    """An order that fails after a number of calls."""
+    """An order policy that raises after a number of calls."""
 
     name = "fails"
 
@@ -579,7 +579,7 @@ def raises(kind: type[Exception], words: str, call: Any, *arguments: Any) -> Non
         raise AssertionError(f"{call} does not raise")
 
 
-def what_others_read_is_true_and_cannot_be_written() -> None:
+def scheduler_attributes_are_correct_and_read_only() -> None:
     scheduler = one()
     a, g, s = (
         request("a", [1, 2, 3]),
@@ -656,18 +656,18 @@ def kv_cache_config_of(spec: Any) -> Any:
 
 
 CASES = [
-    a_client_is_told_that_an_idle_session_ended,
-    ends_are_told_during_a_pause,
-    a_client_whose_fault_it_is_is_told_so_since_0_33,
+    a_client_gets_the_end_of_an_idle_session,
+    ends_are_reported_during_a_pause,
+    a_client_error_is_reported_since_0_33,
     a_grammar_refuses_the_token_that_ends_its_request,
-    large_numbers_are_taken_as_vllm_takes_them,
+    large_numbers_are_accepted_as_in_vllm,
     a_retention_beyond_the_operators_bound_ends_its_request,
     an_adapter_of_another_path_is_another_one,
     kv_events_are_vllms,
     drafts_are_counted_up_to_what_the_model_accepted,
     sampling_masks_reach_the_client,
     a_prompt_that_is_pooled_may_fill_the_model,
-    what_reads_no_cache_leaves_its_own_and_says_so,
+    requests_that_skip_the_prefix_cache_still_add_blocks_to_it,
     models_whose_kv_vllm_manages_in_its_own_ways_are_refused,
     a_contradiction_ends_its_request_and_no_other,
     a_token_of_a_row_that_samples_nothing_ends_its_request,
@@ -682,7 +682,7 @@ CASES = [
     a_policy_may_fail_while_a_step_is_in_flight,
     a_policy_that_fails_too_often_is_replaced,
     preemptions_are_reported_for_the_causes_that_vllm_has,
-    what_others_read_is_true_and_cannot_be_written,
+    scheduler_attributes_are_correct_and_read_only,
 ]
 
 

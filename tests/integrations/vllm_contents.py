@@ -35,11 +35,11 @@ class _Row:
     prefixes: list[int] = field(default_factory=list)
     """For each token, a value that identifies it and all tokens before it."""
     runs: bool = False
-    """Whether it has computed tokens since its admission."""
+    """Whether the row has computed tokens since its admission."""
     encoded: list[int] = field(default_factory=list)
     """A value that identifies each embedding of which layers store KV."""
     num_drafts: int = 0
-    """In this step."""
+    """Number of drafts of the row in this step."""
     state_column: int | None = None
     """Index of its newest state in the table of a group; None: it has no state of its own yet."""
 

@@ -518,7 +518,7 @@ class Side:
         """Rows that read missing embeddings."""
         self.images: dict[str, list[Any]] = {}
         self.allowed: dict[str, tuple[int, set[int]]] = {}
-        """Of each request: the position from which the sampler may choose stop tokens, and the stop tokens."""
+        """By request: the position from which the sampler may choose stop tokens, and the stop tokens."""
         self.limits: dict[str, int] = {}
         """Maximum tokens of each request."""
 
@@ -598,7 +598,7 @@ class Side:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether the request has not finished."""
+        """Whether the scheduler has the request and has not finished it."""
         return name in self.scheduler.requests
 
     def abort(self, names: list[str]) -> None:

@@ -23,7 +23,7 @@ from tests.integrations.vllm_decisions import HASH, MAX_STEPS, Settings, Side, b
 
 
 class Faulty(Limit):
-    """Raises at random, when a request is about to be admitted, and when rows advance."""
+    """A policy that raises at random: when a request is about to be admitted, and when rows advance."""
 
     name = "faulty"
     parameters = ()

@@ -68,7 +68,7 @@ def ended(found: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def a_prompt_that_never_fits_ends_and_holds_nobody_back() -> None:
+def a_prompt_that_never_fits_ends_and_blocks_no_request() -> None:
     """35541, 39734, 50169: vLLM's own scheduler keeps it at the head of the queue, and nothing behind it runs."""
     for layout in ((), (FULL, WINDOW)):
         ours = side(num_blocks=1 + 6, layout=layout)
@@ -83,7 +83,7 @@ def a_prompt_that_never_fits_ends_and_holds_nobody_back() -> None:
 
 
 def an_output_that_outgrows_the_pool_ends() -> None:
-    """The same at a later point: alone, it can get no further block."""
+    """A request that runs alone and can get no further block ends with the reason "length"."""
     ours = side(num_blocks=1 + 3)
     add(ours, "grows", 6, max_tokens=30)
     add(ours, "short", 5)
@@ -171,7 +171,7 @@ def a_preempted_request_keeps_its_place_under_priority() -> None:
 
 
 CASES = [
-    a_prompt_that_never_fits_ends_and_holds_nobody_back,
+    a_prompt_that_never_fits_ends_and_blocks_no_request,
     an_output_that_outgrows_the_pool_ends,
     a_long_prompt_is_admitted_into_what_its_windows_need,
     windows_of_other_requests_are_not_reserved_again,

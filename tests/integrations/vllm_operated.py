@@ -29,7 +29,7 @@ class Operated:
         self.of_id: dict[str, Request] = {}
         self.recordings = Recordings(self.core, lambda: None)
         if record is not None:
-            self.recordings.note(record)
+            self.recordings.set_current(record)
         facts = {"version": "0", "model": 'the "demo"', "engine": 0}
         self.questions = Questions(self.core, self.of_id, self.recordings, self.lock, facts, lambda: 1.5)
         self.control = ControlSocket(None if path is None else str(path), self.questions.answer)

@@ -11,8 +11,8 @@ from pointsman.core.state import batch
 
 
 @pytest.fixture(autouse=True, scope="package")
-def little_room_for_recent_tokens() -> Iterator[None]:
-    """A few tokens instead of hundreds."""
+def keep_few_recent_tokens() -> Iterator[None]:
+    """Keep only a few recent tokens of each row, instead of hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "RECENT", 4)
         patch.setattr(batch, "RECENT_WITH_DRAFTS", 8)

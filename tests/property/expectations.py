@@ -98,7 +98,7 @@ class Expectations:
             require(not output.admitted, f"admissions are paused, but {list(output.admitted)} are admitted")
 
     def _check_limits(self, output: SchedulerOutput) -> None:
-        """Promise 3, and the bound per request."""
+        """Promise 3: no limit of a step is exceeded, nor the number of tokens of a request."""
         config, total = self.config, output.total_num_scheduled_tokens
         require(total <= config.max_num_batched_tokens, f"{total} tokens, budget {config.max_num_batched_tokens}")
         require(output.num_rows <= config.max_num_seqs, f"{output.num_rows} rows, limit {config.max_num_seqs}")

@@ -94,7 +94,7 @@ def reference_run(request: Request, config: SchedulerConfig) -> Reference:
         if token in eos.union(request.stop_token_ids) and len(output) >= request.min_tokens:
             reason = None if token in eos else token
             return Reference(tuple(output), limit, RequestStatus.FINISHED_STOPPED, reason, frozenset([""]))
-        if _goes_round(output, request) and len(output) >= request.min_tokens and len(tokens) < limit:
+        if _ends_in_a_repetition(output, request) and len(output) >= request.min_tokens and len(tokens) < limit:
             details = frozenset(f"a pattern of {size} token(s) is repeated" for size in range(len(output)))
             return Reference(tuple(output), limit, RequestStatus.FINISHED_REPETITION, "repetition_detected", details)
         if len(tokens) >= limit:
@@ -102,7 +102,7 @@ def reference_run(request: Request, config: SchedulerConfig) -> Reference:
             return Reference(tuple(output), limit, RequestStatus.FINISHED_LENGTH, None, details)
 
 
-def _goes_round(output: list[int], request: Request) -> bool:
+def _ends_in_a_repetition(output: list[int], request: Request) -> bool:
     """Whether the output ends in copies of a pattern, as many and as long as the request's parameters say."""
     params = request.repetition_detection
     if params is None:
@@ -123,7 +123,7 @@ class ContentIds:
         self._states: list[int] = []
 
     def root(self, key: Hashable) -> int:
-        """The content before the first token, under `key`."""
+        """The content before the first token, for contents that only requests with the same `key` share."""
         return self._intern(("root", key), _START)
 
     def extend(self, parent: int, token: int, mark: Hashable = None) -> int:
@@ -199,7 +199,7 @@ class ShadowHost:
         self.sequences[request] = HostSequence(request, request.prompt_token_ids.tolist(), [])
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop the state of a request that has ended."""
         del self.sequences[request]
         if self.device is not None:
             self.device.let_go(request)
@@ -224,13 +224,13 @@ class ShadowHost:
         return is_in_flight
 
     def extend(self, request: Request, tokens: list[int]) -> None:
-        """A request without a row has another prompt."""
+        """Replace the prompt of a request that has no row."""
         self.complete_part(request)
         sequence = self.sequences[request]
         sequence.tokens, sequence.contents, sequence.epoch = list(tokens), [], -1
 
     def lose_row(self, request: Request) -> None:
-        """The request was preempted or parked."""
+        """Drop the row of a request that was preempted or parked."""
         self.sequences[request].table = None
 
     def table(self, request: Request) -> list[int]:
@@ -372,7 +372,7 @@ class ShadowHost:
         require(_contents(step.output) == step.told, f"the output of step {step.output.step_id} changed afterwards")
 
     def _check_inputs(self, output: SchedulerOutput) -> None:
-        """With one step in flight the scheduler knows every token; they must equal the host's samples."""
+        """Check that the scheduler's tokens equal the host's samples; with one step in flight it knows all of them."""
         if self.in_flight:
             return
         expected: list[int] = []
@@ -454,7 +454,7 @@ class ShadowHost:
         return [content for block in blocks for content in self.slots[block * size : (block + 1) * size]]
 
     def write(self, blocks: Sequence[int], contents: Sequence[Sequence[int]]) -> None:
-        """A device fills blocks."""
+        """Write contents into the slots of blocks, as a device that loads them does."""
         size = self.config.block_size
         for block, content in zip(blocks, contents, strict=True):
             self.slots[block * size : (block + 1) * size] = content

@@ -96,7 +96,7 @@ class Twins:
         self.live.append(name)
 
     def disturb(self) -> None:
-        """A rare call."""
+        """Make a rarely used call on both schedulers."""
         chance, first = self.chance, self.hosts[0]
         self.live = [name for name in self.live if first.scheduler.get_request(name) is not None]
         if not self.live:
@@ -220,7 +220,7 @@ def draw(seed: int) -> dict[str, Any]:
     return config
 
 
-def test_remembered_needs_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reusing_the_needs_of_skipped_requests_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # other tests do that, and it takes longest
     num_known = num_steps = 0
     for seed in SEEDS:

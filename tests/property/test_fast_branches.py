@@ -145,7 +145,7 @@ class Pair:
                 scheduler.park(name, ParkReason.GRAMMAR, self.now)
 
     def settle(self) -> None:
-        """Resume and unpark, so that all requests can run."""
+        """Undo pauses, lowered limits and parking on both schedulers, so that all requests can run."""
         for scheduler in (self.general, self.steady):
             scheduler.resume(self.now)
             scheduler.set_max_num_active_seqs(None, self.now)
@@ -201,7 +201,8 @@ class Beside(Pair):
 
 
 def compare_outputs(one: SchedulerOutput, other: SchedulerOutput) -> None:
-    """Every field is equal, with its type, and as read-only."""
+    """Check that every field of both outputs is equal and has the same type, and that the arrays of `other` are
+    read-only."""
     for field in fields(OutputFields):
         mine, others = getattr(one, field.name), getattr(other, field.name)
         assert type(mine) is type(others), field.name
@@ -238,11 +239,11 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
 
 @settings(max_examples=short_or_long(25, 300))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS | IN_FLIGHT)))
-def test_fast_paths_decide_like_the_general_ones(seed: int, name: str) -> None:
+def test_fast_paths_make_the_same_decisions_as_the_general_paths(seed: int, name: str) -> None:
     drive(seed, (VARIANTS | IN_FLIGHT)[name])
 
 
-def test_most_steps_take_the_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_steps_use_the_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = dict.fromkeys(("Running._advance_steadily", "Admission._deferral_before_lookup"), 0)
 
     def count(name: str) -> None:
@@ -287,7 +288,9 @@ FAULTS: list[tuple[Fault, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("plant", "variant"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
-def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, plant: Fault, variant: dict[str, Any]) -> None:
+def test_checks_of_fast_paths_detect_planted_faults(
+    monkeypatch: pytest.MonkeyPatch, plant: Fault, variant: dict[str, Any]
+) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(20):

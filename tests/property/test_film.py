@@ -125,13 +125,13 @@ class Filmed:
         self.witness: Witness | None = None
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Film from now on."""
+        """Start the film and the witness of a scheduler."""
         self.witness = Witness(scheduler)
         scheduler.start_film(self._film)
         scheduler.add_listener(self.witness)
 
     def finish(self) -> bytes:
-        """The film."""
+        """End the film, and return it."""
         self._film.close()
         return self._file.getvalue()
 
@@ -197,7 +197,7 @@ def test_a_film_of_single_steps_shows_each_state(focus: str) -> None:
         filmed.check(seed)
 
 
-def test_a_film_that_begins_in_the_middle_shows_each_state() -> None:
+def test_a_film_that_begins_in_the_middle_of_a_run_shows_each_state() -> None:
     """A film that begins while requests run, wait, and are in flight."""
     for seed in seeds(4, 11):
         lines, filmed, run = recorded(7_500 + seed, {}), Filmed(), _Replay()
@@ -210,7 +210,7 @@ def test_a_film_that_begins_in_the_middle_shows_each_state() -> None:
         filmed.check(seed)
 
 
-def test_a_film_cut_between_any_two_calls_can_be_shown() -> None:
+def test_a_film_divided_between_any_two_calls_can_be_shown() -> None:
     """Cut between any two calls of the scheduler, also with steps in flight."""
     for seed in seeds(4, 11):
         choose, run = random.Random(seed), _Replay()
@@ -242,7 +242,7 @@ def test_a_film_cut_between_any_two_calls_can_be_shown() -> None:
 
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
-def test_a_film_of_advance_shows_each_state(focus: str) -> None:
+def test_a_film_of_fast_forward_shows_each_state(focus: str) -> None:
     for seed in SEEDS:
         filmed = Filmed()
         drive_twins(seed, FOCUS[focus], filmed.watch)
@@ -250,18 +250,18 @@ def test_a_film_of_advance_shows_each_state(focus: str) -> None:
 
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
-def test_a_film_shows_each_of_the_steps_of_advance(focus: str) -> None:
+def test_a_film_shows_each_step_of_fast_forward(focus: str) -> None:
     """One scheduler does in one `advance` the single steps of another: the film shows each of these steps."""
     count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 4))
     assert count or focus in SELDOM
 
 
-def test_a_film_shows_blank_blocks_taken_in_steps_of_advance() -> None:
+def test_a_film_shows_blocks_allocated_during_fast_forward() -> None:
     """A finished request left the block; it was shown as free with cached content until the step that took it."""
     assert check_each(310, FOCUS["growth"], num_steps=1000)
 
 
-def test_a_film_frees_blocks_of_a_request_that_a_part_ends() -> None:
+def test_a_film_frees_blocks_if_a_too_long_part_ends_the_request() -> None:
     """The next part of a prompt was too long; the film still showed the finished request's blocks as held."""
     filmed = Filmed()
     drive_twins(17, FOCUS["reuse"], filmed.watch)

@@ -21,7 +21,7 @@ def run(world: World, num_steps: int) -> None:
         world.schedule()
 
 
-def test_columns_grow_while_steps_are_in_flight() -> None:
+def test_batch_arrays_grow_while_steps_are_in_flight() -> None:
     """Columns and block tables grow while steps that name rows are in flight."""
     world = World(config(max_num_seqs=120, max_num_batched_tokens=200, max_steps_in_flight=2))
     first_rows = world.scheduler.block_table.shape[0]

@@ -138,7 +138,7 @@ def recording_begins_with_a_used_pool(patch: Patch) -> None:
     around(patch, "Scheduler._assemble", assemble)
 
 
-def recording_begins_with_what_was_learned(patch: Patch) -> None:
+def recording_begins_with_learned_output_lengths(patch: Patch) -> None:
     """The mean output of earlier requests continues to reserve blocks."""
 
     def assemble(original: Any, scheduler: Scheduler, *args: Any) -> None:
@@ -173,7 +173,7 @@ def token_limit_is_off_by_one(patch: Patch) -> None:
     around(patch, "Batch.place", place)
 
 
-def everyone_runs_ahead_at_once(patch: Patch) -> None:
+def all_requests_run_ahead_at_once(patch: Patch) -> None:
     """Steady decoding does not check which requests must wait for their samples; the count is right."""
 
     def is_steady(original: Any, running: Any, in_flight: bool) -> bool:
@@ -186,7 +186,7 @@ def everyone_runs_ahead_at_once(patch: Patch) -> None:
     around(patch, "Running._is_steady", is_steady)
 
 
-def everyone_runs_ahead_in_mixed_steps(patch: Patch) -> None:
+def all_requests_run_ahead_in_mixed_steps(patch: Patch) -> None:
     replace(patch, "OneSampleInFlight.clip", lambda limit, batch, rows, want: None)
 
 
@@ -208,7 +208,7 @@ def queue_forgets_a_removal(patch: Patch) -> None:
     around(patch, "FirstComeFirstServed.remove", remove)
 
 
-def end_is_not_reported(patch: Patch) -> None:
+def end_of_a_request_is_not_reported(patch: Patch) -> None:
     def take_reports(original: Any, table: Any) -> Any:
         preempted, finished = original(table)
         return preempted, finished[:1]
@@ -216,7 +216,7 @@ def end_is_not_reported(patch: Patch) -> None:
     around(patch, "RequestTable.take_reports", take_reports)
 
 
-def end_is_not_repeated(patch: Patch) -> None:
+def end_of_a_request_is_not_reported_again(patch: Patch) -> None:
     def repeat_reports(original: Any, table: Any, void: list[Any]) -> None:
         finished = table.finished
         original(table, void)
@@ -292,7 +292,7 @@ def share_is_not_adapted(patch: Patch) -> None:
     replace(patch, "FairLongPrefillThreshold.open_step", lambda limit, num_requests: None)
 
 
-def seats_cannot_be_moved(patch: Patch) -> None:
+def number_of_sequence_slots_cannot_be_changed(patch: Patch) -> None:
     def move(original: Any, scheduler: Scheduler, limit: int, now: float) -> None:
         seats = scheduler._admission.max_num_active_seqs
         original(scheduler, limit, now)
@@ -301,7 +301,7 @@ def seats_cannot_be_moved(patch: Patch) -> None:
     around(patch, "Scheduler.set_max_num_active_seqs", move)
 
 
-def common_prefix_is_not_found_anew(patch: Patch) -> None:
+def common_prefix_is_not_recomputed(patch: Patch) -> None:
     def count(original: Any, common: Any, rows: Any) -> int:
         if common._members is not None and len(rows) == len(common._members):
             common._members = common._batch.members
@@ -315,7 +315,7 @@ def one_prefill_too_many(patch: Patch) -> None:
     around(patch, "PartialPrefills._missing", lambda original, caps, *args: original(caps, *args) - 1)
 
 
-def overtaken_for_ever(patch: Patch) -> None:
+def prompt_is_bypassed_without_bound(patch: Patch) -> None:
     def init(original: Any, caps: Any, *args: Any) -> None:
         original(caps, *args)
         caps._max_bypasses = 99
@@ -323,7 +323,7 @@ def overtaken_for_ever(patch: Patch) -> None:
     around(patch, "PartialPrefills.__init__", init)
 
 
-def removals_are_not_told(patch: Patch) -> None:
+def cache_removals_are_not_reported(patch: Patch) -> None:
     def shrunk(original: Any, events: Any, run: Any, length: int) -> None:
         if length:
             original(events, run, length)
@@ -331,7 +331,7 @@ def removals_are_not_told(patch: Patch) -> None:
     around(patch, "KVEvents.on_run_shortened", shrunk)
 
 
-def duplicates_are_told(patch: Patch) -> None:
+def duplicate_cached_blocks_are_reported(patch: Patch) -> None:
     def add(original: Any, cache: Any, span: Any, *args: Any) -> None:
         original(cache, span, *args)
         if isinstance(cache.listener, find("KVEvents")):
@@ -353,11 +353,11 @@ def prompts_do_not_keep_decoding_out(patch: Patch) -> None:
     replace(patch, "InOrder.advance_prefills", advance_all)
 
 
-def victim_is_not_put_in_front(patch: Patch) -> None:
+def victim_is_not_queued_at_the_front(patch: Patch) -> None:
     replace(patch, "FrontFirst.key", find("FirstComeFirstServed.key"))
 
 
-def any_chunk_may_be_cut(patch: Patch) -> None:
+def any_chunk_may_be_shortened(patch: Patch) -> None:
     around(patch, "TokenBudget._must_fit", lambda original, gate, request, budget: False)
 
 
@@ -370,7 +370,7 @@ def a_step_that_preempted_admits(patch: Patch) -> None:
     around(patch, "InOrder._distribute_row_by_row", walk)
 
 
-def stall_begins_anew_at_every_look(patch: Patch) -> None:
+def stall_time_restarts_at_every_check(patch: Patch) -> None:
     def stalled(original: Any, dog: Any, table: Any, *args: Any) -> Any:
         dog._seen = {}
         return original(dog, table, *args)
@@ -378,7 +378,7 @@ def stall_begins_anew_at_every_look(patch: Patch) -> None:
     around(patch, "Watchdog.stalled", stalled)
 
 
-def holder_is_not_the_one_that_holds_most(patch: Patch) -> None:
+def reported_holder_is_not_the_largest(patch: Patch) -> None:
     replace(patch, "_largest_first", list)
 
 
@@ -405,7 +405,7 @@ def completion_is_not_rewound(patch: Patch) -> None:
     around(patch, "rewind", rewind)
 
 
-def silent_rows_sample(patch: Patch) -> None:
+def rows_without_samples_sample(patch: Patch) -> None:
     def without(emission: Any, advance: Any) -> Any:
         return advance.samples, np.zeros(0, dtype=np.int64)
 
@@ -429,7 +429,7 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
 
 
 def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
-    """Their positions count from the start of the part, not of the whole prompt."""
+    """Positions of a part's placeholders count from the start of the part, not of the whole prompt."""
 
     def continue_with(original: Any, state: Any, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]) -> None:
         known, end = len(state.encoder_inputs), len(tokens) - state.num_tokens
@@ -455,7 +455,7 @@ def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
     around(patch, "RequestTable._lose_rows", lose_rows)
 
 
-def part_overtakes_another(patch: Patch) -> None:
+def prompt_part_bypasses_another(patch: Patch) -> None:
     def extend(original: Any, parts: Any, request: Request, *args: Any, **kwargs: Any) -> None:
         original(parts, request, *args, **kwargs)
         request._state.parts.reverse()
@@ -463,14 +463,14 @@ def part_overtakes_another(patch: Patch) -> None:
     around(patch, "PromptParts.extend", extend)
 
 
-def pause_does_not_hold_the_door(patch: Patch) -> None:
+def pause_does_not_stop_admissions(patch: Patch) -> None:
     def closed(original: Any, admission: Any, preempted: bool) -> Any:
         return _without_pause(admission, original, admission, preempted)
 
     around(patch, "Admission._closed", closed)
 
 
-def pause_lets_the_urgent_displace(patch: Patch) -> None:
+def pause_allows_priority_preemption(patch: Patch) -> None:
     def displace(original: Any, scheduler: Any, step: Any) -> Any:
         return _without_pause(scheduler._admission, original, scheduler, step)
 
@@ -493,7 +493,7 @@ def reset_preempts_one_too_few(patch: Patch) -> None:
     replace(patch, "RequestTable.preempt_all", preempt_all)
 
 
-def displaces_in_vain(patch: Patch) -> None:
+def priority_preemption_frees_too_few_blocks(patch: Patch) -> None:
     def choose(displacement: Any, head: Any) -> list[Any]:
         members = displacement._batch.members
         return [request for request in members.requests if request.priority > head.priority][:1]
@@ -501,11 +501,11 @@ def displaces_in_vain(patch: Patch) -> None:
     replace(patch, "PriorityPreemption.choose", choose)
 
 
-def drafts_make_others_give_way(patch: Patch) -> None:
+def drafts_preempt_other_requests(patch: Patch) -> None:
     replace(patch, "Running._give_up_drafts", lambda running, rows, lacks, want: False)
 
 
-def a_row_goes_on_while_its_drafts_are_in_flight(patch: Patch) -> None:
+def a_row_advances_while_its_drafts_are_in_flight(patch: Patch) -> None:
     def wants(original: Any, running: Any, **how: Any) -> Any:
         batch, rows = running._batch, running._batch.members.rows
         ahead = np.maximum(batch.num_computed_tokens[rows] - batch.num_tokens[rows], 0)
@@ -567,7 +567,7 @@ def stop_within_a_run_is_missed(patch: Patch) -> None:
     replace(patch, "_cut_at_stop", cut)
 
 
-def reasons_begin_anew_with_every_step(patch: Patch) -> None:
+def waiting_reason_restarts_in_every_step(patch: Patch) -> None:
     def note(original: Any, admission: Any, request: Any, verdict: Any, now: float) -> None:
         request._state.deferral = None
         original(admission, request, verdict, now)
@@ -575,14 +575,14 @@ def reasons_begin_anew_with_every_step(patch: Patch) -> None:
     around(patch, "Admission._note", note)
 
 
-def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
+def time_of_a_skipped_row_restarts_in_every_step(patch: Patch) -> None:
     def note(original: Any, left_out: Any, *args: Any, continues: bool) -> None:
         original(left_out, *args, continues=False)
 
     around(patch, "LeftOut.note", note)
 
 
-def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
+def preempted_request_waits_since_its_arrival(patch: Patch) -> None:
     def queue_again(original: Any, table: Any, request: Any, now: float) -> None:
         before = request._state.queued_at
         original(table, request, now)
@@ -591,7 +591,7 @@ def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
     around(patch, "RequestTable._queue_again", queue_again)
 
 
-def too_much_is_said_to_be_missing(patch: Patch) -> None:
+def missing_amount_is_too_large(patch: Patch) -> None:
     def note(original: Any, admission: Any, request: Any, verdict: Any, now: float) -> None:
         original(admission, request, verdict._replace(missing=verdict.missing + 1), now)
 
@@ -603,7 +603,7 @@ def children_are_retained_without_their_parents(patch: Patch) -> None:
     around(patch, "RetainingPool.order_marks", lambda original, pool, blocks: None)
 
 
-def what_has_expired_stays_while_its_parents_are_released(patch: Patch) -> None:
+def expired_blocks_stay_while_their_parents_are_released(patch: Patch) -> None:
     def expire(original: Any, pool: Any, now: float) -> None:
         pool._clock = max(pool._clock, now)
 
@@ -619,7 +619,7 @@ def a_block_of_two_tenants_is_the_last_one(patch: Patch) -> None:
     around(patch, "RetainingPool.retain", retain)
 
 
-def a_tenant_retains_what_it_likes(patch: Patch) -> None:
+def a_tenant_retains_blocks_without_limit(patch: Patch) -> None:
     around(patch, "RetainingPool._enforce_limits", lambda original, pool: None)
 
 
@@ -641,7 +641,7 @@ def adapter_version_is_ignored(patch: Patch) -> None:
     replace(patch, "Root.of", of)
 
 
-def adapter_is_taken_for_a_salt(patch: Patch) -> None:
+def adapter_is_confused_with_a_salt(patch: Patch) -> None:
     def of(request: Any) -> Any:
         return Root(request.cache_salt or (request.adapter and request.adapter.name))
 
@@ -655,7 +655,7 @@ def parent_is_ignored(patch: Patch) -> None:
     around(patch, "PrefixCache._successors", successors)
 
 
-def eviction_is_not_told(patch: Patch) -> None:
+def eviction_is_not_reported(patch: Patch) -> None:
     around(patch, "PrefixCache.evict", lambda original, cache, blocks: None)
 
 
@@ -663,7 +663,7 @@ def evictions_are_forgotten(patch: Patch) -> None:
     around(patch, "PrefixCache._shorten_evicted_runs", lambda original, cache: cache._evicted.clear())
 
 
-def a_look_up_finds_what_is_about_to_leave(patch: Patch) -> None:
+def a_lookup_finds_blocks_that_are_about_to_be_evicted(patch: Patch) -> None:
     def look_up(original: Any, cache: Any, *args: Any) -> Any:
         leaving, cache._evicted = cache._evicted, []
         found = original(cache, *args)
@@ -705,7 +705,7 @@ def epoch_is_ignored(patch: Patch) -> None:
     around(patch, "PrefixCache.clear", clear)
 
 
-def reset_keeps_what_is_preempted(patch: Patch) -> None:
+def reset_keeps_blocks_of_preempted_requests(patch: Patch) -> None:
     """Running requests are preempted after the cache was emptied, and publish their blocks into it."""
 
     def reset(original: Any, scheduler: Scheduler, now: float, *, preempt_running: bool = False) -> None:
@@ -741,11 +741,11 @@ def published_too_far(patch: Patch) -> None:
     around(patch, "KVCacheManager._publish_row", publish)
 
 
-def slot_is_not_given_back(patch: Patch) -> None:
+def adapter_slot_is_not_released(patch: Patch) -> None:
     replace(patch, "AdapterSlots.release", lambda slots, request: None)
 
 
-def slot_is_taken_by_the_first_row_alone(patch: Patch) -> None:
+def adapter_slot_counts_its_first_row_alone(patch: Patch) -> None:
     def commit(original: Any, slots: Any, request: Request, *args: Any) -> None:
         if request.adapter not in slots.held:
             original(slots, request, *args)
@@ -762,11 +762,11 @@ def claims_are_ignored(patch: Patch) -> None:
     replace(patch, "AdapterSlots._retiring", lambda slots: [])
 
 
-def passed_over_is_not_counted(patch: Patch) -> None:
+def bypasses_are_not_counted(patch: Patch) -> None:
     around(patch, "Admission._return_skipped", lambda original, admission, skipped, _: original(admission, skipped, 0))
 
 
-def passed_over_returns_behind_the_next(patch: Patch) -> None:
+def skipped_request_returns_behind_the_next(patch: Patch) -> None:
     def put_back(original: Any, queue: Any, requests: Any) -> None:
         original(queue, requests)
         if len(requests) > 1:
@@ -788,7 +788,7 @@ def cap_is_off_by_one(patch: Patch) -> None:
 # ------------------------------------------------------------- encoder inputs
 
 
-def waiting_for_embeddings_is_told_for_ever(patch: Patch) -> None:
+def waiting_for_embeddings_is_reported_for_ever(patch: Patch) -> None:
     def open_step(original: Any, encoder: Any, *args: Any) -> None:
         waiting = dict(encoder._waiting)
         original(encoder, *args)
@@ -817,7 +817,7 @@ def void_embeddings_are_kept(patch: Patch) -> None:
     around(patch, "EncoderCache.void", lambda original, cache, first_step, freed: original(cache, 1 << 60, freed))
 
 
-def freed_is_not_told(patch: Patch) -> None:
+def freed_embeddings_are_not_reported(patch: Patch) -> None:
     around(patch, "EncoderCache.close", lambda original, cache: (original(cache)[0], []))
 
 
@@ -942,7 +942,7 @@ def window_blocks_are_lost(patch: Patch) -> None:
     around(patch, "BlockPool.release_any", release_any)
 
 
-def given_back_one_too_early(patch: Patch) -> None:
+def block_is_released_one_token_too_early(patch: Patch) -> None:
     around(
         patch,
         "Windows._num_final_tokens",
@@ -950,7 +950,7 @@ def given_back_one_too_early(patch: Patch) -> None:
     )
 
 
-def read_in_flight_and_given_back(patch: Patch) -> None:
+def block_is_released_while_a_step_reads_it(patch: Patch) -> None:
     around(patch, "StepsInFlight.num_tokens", lambda original, steps, num_rows: original(steps, num_rows) * 0)
 
 
@@ -959,7 +959,7 @@ def a_hit_ignores_the_window(patch: Patch) -> None:
 
 
 def a_block_is_found_as_it_was(patch: Patch) -> None:
-    """A run lists a block whose content has changed."""
+    """A lookup finds a cached block whose content has changed."""
 
     def has(original: Any, cache: Any, run: Any, first: int, count: int) -> Any:
         return run.blocks[:, first : first + count] != cache.no_block
@@ -982,7 +982,7 @@ def undo_forgets_groups(patch: Patch) -> None:
     around(patch, "KVCacheManager._cells_of", places)
 
 
-def moves_what_others_hold(patch: Patch) -> None:
+def blocks_that_other_requests_hold_are_moved(patch: Patch) -> None:
     def publish(original: Any, windows: Any, row: int) -> None:
         original(windows, row)
         windows._public[row], windows._moves_at[row] = 0, windows._due_at[row]
@@ -994,7 +994,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (window_blocks_are_lost, GROUPS),
     (pool_loses_a_block, {}),
     (recording_begins_with_a_used_pool, WITHOUT_CACHE),
-    (recording_begins_with_what_was_learned, {"decode_reserve": "mean", "num_blocks": 12}),
+    (recording_begins_with_learned_output_lengths, {"decode_reserve": "mean", "num_blocks": 12}),
     (pool_invents_a_block, {}),
     (one_decrement_is_skipped, CACHING),
     (row_is_not_left, {}),
@@ -1002,19 +1002,19 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (row_is_reused_too_early, {"max_steps_in_flight": 3, "max_num_seqs": 5, "max_num_batched_tokens": 12}),
     (token_limit_is_off_by_one, {}),
     (budget_is_off_by_one, {}),
-    (everyone_runs_ahead_at_once, {"max_steps_in_flight": 3}),
-    (everyone_runs_ahead_in_mixed_steps, {"max_steps_in_flight": 3}),
+    (all_requests_run_ahead_at_once, {"max_steps_in_flight": 3}),
+    (all_requests_run_ahead_in_mixed_steps, {"max_steps_in_flight": 3}),
     (queue_forgets_a_removal, {}),
-    (reasons_begin_anew_with_every_step, {}),
-    (who_is_left_out_is_left_out_anew, {"batching": "prefill-first", "shortage": "in-order"}),
-    (who_is_preempted_waits_since_it_came, {}),
-    (too_much_is_said_to_be_missing, {}),
+    (waiting_reason_restarts_in_every_step, {}),
+    (time_of_a_skipped_row_restarts_in_every_step, {"batching": "prefill-first", "shortage": "in-order"}),
+    (preempted_request_waits_since_its_arrival, {}),
+    (missing_amount_is_too_large, {}),
     (children_are_retained_without_their_parents, RETAINING),
-    (what_has_expired_stays_while_its_parents_are_released, RETAINING),
+    (expired_blocks_stay_while_their_parents_are_released, RETAINING),
     (a_block_of_two_tenants_is_the_last_one, {**RETAINING, "eviction": "retention:share=0.4"}),
-    (a_tenant_retains_what_it_likes, {**RETAINING, "eviction": "retention:share=0.4"}),
-    (end_is_not_reported, {}),
-    (end_is_not_repeated, {}),
+    (a_tenant_retains_blocks_without_limit, {**RETAINING, "eviction": "retention:share=0.4"}),
+    (end_of_a_request_is_not_reported, {}),
+    (end_of_a_request_is_not_reported_again, {}),
     (watch_misses_what_was_in_flight, {"max_steps_in_flight": 3}),
     (short_patterns_count, {}),
     (one_of_several_stop_tokens_is_forgotten, {}),
@@ -1025,28 +1025,28 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (expected_output_is_ignored, {"decode_reserve": 9}),
     (first_token_is_missed_if_it_is_the_last, {"log_request_events": True}),
     (share_is_not_adapted, {"long_prefill_token_threshold": 1, "long_prefill_token_threshold_adaptive": True}),
-    (seats_cannot_be_moved, {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
-    (common_prefix_is_not_found_anew, {**CACHING, "count_common_prefix": True}),
+    (number_of_sequence_slots_cannot_be_changed, {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
+    (common_prefix_is_not_recomputed, {**CACHING, "count_common_prefix": True}),
     (one_prefill_too_many, HALF_DONE),
-    (overtaken_for_ever, {**HALF_DONE, "max_overtakes": 0}),
-    (removals_are_not_told, {**CACHING, "enable_kv_cache_events": True}),
-    (duplicates_are_told, {**CACHING, "enable_kv_cache_events": True}),
+    (prompt_is_bypassed_without_bound, {**HALF_DONE, "max_overtakes": 0}),
+    (cache_removals_are_not_reported, {**CACHING, "enable_kv_cache_events": True}),
+    (duplicate_cached_blocks_are_reported, {**CACHING, "enable_kv_cache_events": True}),
     (owed_blocks_are_forgotten, {"full_sequence_must_fit": True, "enable_chunked_prefill": True}),
     (prompts_do_not_keep_decoding_out, {"batching": "prefill-first"}),
-    (victim_is_not_put_in_front, {**SHORT_OF_BLOCKS, "order": "fcfs-front"}),
-    (any_chunk_may_be_cut, {"first_chunk_only": True, "enable_chunked_prefill": True}),
+    (victim_is_not_queued_at_the_front, {**SHORT_OF_BLOCKS, "order": "fcfs-front"}),
+    (any_chunk_may_be_shortened, {"first_chunk_only": True, "enable_chunked_prefill": True}),
     (a_step_that_preempted_admits, {**SHORT_OF_BLOCKS, "shortage": "in-order", "admit_after_preemption": False}),
-    (stall_begins_anew_at_every_look, {}),
-    (holder_is_not_the_one_that_holds_most, {}),
+    (stall_time_restarts_at_every_check, {}),
+    (reported_holder_is_not_the_largest, {}),
     (prefix_is_not_found, CACHING),
-    (slot_is_not_given_back, ADAPTERS),
-    (slot_is_taken_by_the_first_row_alone, ADAPTERS),
+    (adapter_slot_is_not_released, ADAPTERS),
+    (adapter_slot_counts_its_first_row_alone, ADAPTERS),
     (cap_is_off_by_one, {**ADAPTERS, "max_num_seqs": 5, "max_num_batched_tokens": 15, "batching": "mixed"}),
     (claims_are_ignored, CROWDED),
-    (passed_over_is_not_counted, CROWDED),
-    (passed_over_returns_behind_the_next, CROWDED),
-    (drafts_make_others_give_way, SPECULATION),
-    (a_row_goes_on_while_its_drafts_are_in_flight, {**SPECULATION, "max_steps_in_flight": 3}),
+    (bypasses_are_not_counted, CROWDED),
+    (skipped_request_returns_behind_the_next, CROWDED),
+    (drafts_preempt_other_requests, SPECULATION),
+    (a_row_advances_while_its_drafts_are_in_flight, {**SPECULATION, "max_steps_in_flight": 3}),
     (drafts_outlive_their_requests, SPECULATION),
     (recent_tokens_are_moved_too_late, {**SPECULATION, "num_draft_tokens": 1}),
     (drafts_ignore_the_table, STEADY_SPECULATION),
@@ -1056,18 +1056,18 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (encoder_cache_is_too_large, IMAGES),
     (encoder_budget_is_not_spent, {**IMAGES, "encoder_cache_size": 30}),
     (lost_row_keeps_its_embeddings, IMAGES),
-    (waiting_for_embeddings_is_told_for_ever, SLOW_IMAGES),
-    (displaces_in_vain, {"order": "priority", "displace": True, "batching": "mixed"}),
+    (waiting_for_embeddings_is_reported_for_ever, SLOW_IMAGES),
+    (priority_preemption_frees_too_few_blocks, {"order": "priority", "displace": True, "batching": "mixed"}),
     (completion_is_forgotten_with_the_row, {"max_steps_in_flight": 3}),
     (completion_is_not_rewound, {**UNCACHED_CHUNKS, "max_steps_in_flight": 3}),
-    (silent_rows_sample, {}),
+    (rows_without_samples_sample, {}),
     (samples_of_a_complete_part_are_kept, {"max_steps_in_flight": 3}),
     (last_token_of_a_part_stays, {}),
-    (part_overtakes_another, {}),
+    (prompt_part_bypasses_another, {}),
     (placeholders_of_a_part_are_not_moved, SMALL_IMAGE_BLOCKS),
     (end_of_a_part_counts_as_a_preemption, {}),
-    (pause_does_not_hold_the_door, {}),
-    (pause_lets_the_urgent_displace, {**PLAIN, "order": "priority", "displace": True, "max_num_seqs": 2}),
+    (pause_does_not_stop_admissions, {}),
+    (pause_allows_priority_preemption, {**PLAIN, "order": "priority", "displace": True, "max_num_seqs": 2}),
     (reset_preempts_one_too_few, {}),
     (bound_of_holders_is_ignored, TRANSFERS),
     (holder_does_not_hand_over, TRANSFERS),
@@ -1076,33 +1076,33 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (blocks_are_saved_for_no_request, SWAPS),
 )
 WRONG_CONTENT: tuple[Fault, ...] = (
-    (given_back_one_too_early, GROUPS),
-    (read_in_flight_and_given_back, {**GROUPS, "max_steps_in_flight": 3}),
+    (block_is_released_one_token_too_early, GROUPS),
+    (block_is_released_while_a_step_reads_it, {**GROUPS, "max_steps_in_flight": 3}),
     (a_hit_ignores_the_window, GROUPS),
     (a_block_is_found_as_it_was, GROUPS),
     (a_group_is_found_for_another, GROUPS),
     (undo_forgets_groups, GROUPS),
-    (moves_what_others_hold, {**GROUPS, "share_within_step": True}),
+    (blocks_that_other_requests_hold_are_moved, {**GROUPS, "share_within_step": True}),
     (salt_is_ignored, CACHING),
     (adapter_is_ignored, ADAPTERS),
     (adapter_version_is_ignored, ADAPTERS),
-    (adapter_is_taken_for_a_salt, ADAPTERS),
+    (adapter_is_confused_with_a_salt, ADAPTERS),
     (content_is_no_part_of_the_key, {**CACHING, **IMAGES}),
     (contents_of_equal_length_have_one_mark, SMALL_IMAGE_BLOCKS),
     (longer_prompt_is_keyed_without_its_images, SMALL_IMAGE_BLOCKS),
     (chunk_is_cut_one_token_too_late, {**IMAGES, "encoder_cache_size": 30}),
     (void_embeddings_are_kept, IMAGES),
-    (freed_is_not_told, IMAGES),
+    (freed_embeddings_are_not_reported, IMAGES),
     (parent_is_ignored, CACHING),
-    (eviction_is_not_told, CACHING),
+    (eviction_is_not_reported, CACHING),
     (evictions_are_forgotten, CACHING),
-    (a_look_up_finds_what_is_about_to_leave, CACHING),
+    (a_lookup_finds_blocks_that_are_about_to_be_evicted, CACHING),
     (shared_block_has_one_reference, ROOMY),
     (journal_is_not_undone, CACHING),
     (rewind_is_short_by_one, {"num_draft_tokens": 0, "draft_table": ()}),
     (epoch_is_ignored, ROOMY),
     (reset_does_nothing, CACHING),
-    (reset_keeps_what_is_preempted, CACHING),
+    (reset_keeps_blocks_of_preempted_requests, CACHING),
     (sharing_within_a_step_is_not_asked, {**WIDE, "share_within_step": False}),
     (published_too_far, SLOW_PREFILL),
     (partial_load_counts_as_whole, {**PLAIN, **TRANSFERS, "block_size": 1, "kv_load_failure_policy": "recompute"}),
@@ -1117,14 +1117,14 @@ WRONG_CONTENT: tuple[Fault, ...] = (
 SLOW = {
     "completion_is_forgotten_with_the_row",
     "encoder_budget_is_not_spent",
-    "moves_what_others_hold",
+    "blocks_that_other_requests_hold_are_moved",
     "one_decrement_is_skipped",
-    "part_overtakes_another",
-    "pause_lets_the_urgent_displace",
+    "prompt_part_bypasses_another",
+    "pause_allows_priority_preemption",
     "published_too_far",
     "recent_tokens_are_moved_too_late",
-    "recording_begins_with_what_was_learned",
-    "waiting_for_embeddings_is_told_for_ever",
+    "recording_begins_with_learned_output_lengths",
+    "waiting_for_embeddings_is_reported_for_ever",
 }
 """Faults that take 3 to 10 s to find. Only the long form plants them; the short form has similar ones."""
 
@@ -1167,7 +1167,7 @@ def test_each_fault_replaces_code_that_exists(plant: Callable[[Patch], None], mo
 
 
 @pytest.mark.parametrize(("plant", "overrides"), planted(BOOKKEEPING))
-def test_spoiled_bookkeeping_is_caught(
+def test_checks_detect_planted_bookkeeping_faults(
     plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
 ) -> None:
     plant(monkeypatch)
@@ -1175,7 +1175,7 @@ def test_spoiled_bookkeeping_is_caught(
 
 
 @pytest.mark.parametrize(("plant", "overrides"), planted(WRONG_CONTENT))
-def test_wrong_content_is_caught_by_the_shadow_alone(
+def test_comparing_kv_content_alone_detects_planted_kv_faults(
     plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
 ) -> None:
     plant(monkeypatch)
@@ -1198,14 +1198,14 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
     assert any(sign in error for sign in signs), error
 
 
-def test_every_fault_has_a_unique_name() -> None:
+def test_every_planted_fault_has_a_unique_name() -> None:
     planted_names = names(BOOKKEEPING + WRONG_CONTENT)
     assert len(set(planted_names)) == len(planted_names)
     assert set(planted_names) > SLOW
 
 
-def test_without_a_fault_nothing_is_caught() -> None:
-    """The same seeds pass without a fault; otherwise catching one would prove nothing."""
+def test_checks_report_nothing_without_a_planted_fault() -> None:
+    """All seeds pass without a planted fault; otherwise a caught fault would prove nothing."""
     different = {repr(overrides): overrides for _, overrides in (*BOOKKEEPING, *WRONG_CONTENT)}
     for overrides in different.values():
         for seed in range(short_or_long(1, 2)):

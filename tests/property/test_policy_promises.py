@@ -40,7 +40,7 @@ ORDERS: dict[str, tuple[str, Passes]] = {
     "earliest-ttft": (f"earliest-ttft:every={EVERY}", lambda first, later: True),  # its bound is a count, see below
     "fair": ("fair", lambda first, later: later.tenant != first.tenant),  # between tenants: tests/core/policy/test_fair
 }
-"""Each order's specification here, and whether a request may be admitted before an earlier one."""
+"""By order policy: its specification in these tests, and whether it may admit a request before an earlier one."""
 
 
 def crowded_host(**policies: Any) -> Host:
@@ -62,7 +62,7 @@ def add_some(host: Host, draw: random.Random, number: int) -> Request:
 
 
 @pytest.mark.parametrize(("kind", "name"), CHOSEN)
-def test_a_step_runs_something_and_all_requests_end(kind: str, name: str) -> None:
+def test_under_every_policy_steps_run_rows_and_all_requests_end(kind: str, name: str) -> None:
     """Promise 4, with each policy beside others at random."""
     for seed in RUNS:
         draw, choose = random.Random(seed), SeededChooser(seed)
@@ -82,14 +82,14 @@ def test_a_step_runs_something_and_all_requests_end(kind: str, name: str) -> Non
         assert all(request.is_finished for request in requests), policies
 
 
-def test_every_order_states_its_bound() -> None:
+def test_the_bypass_bound_is_tested_for_every_order_policy() -> None:
     assert set(ORDERS) == {name for name in known("order") if built_in("order", name)}
     assert set(SMALL) <= {name for kind in KINDS for name in known(kind)}
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reserves", [(), ("watermark:share=0.1", "bypass:bound=2,kept=0")], ids=["", "bypass"])
-def test_no_request_is_bypassed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:
+def test_no_request_is_bypassed_more_often_than_its_order_allows(order: str, reserves: tuple[str, ...]) -> None:
     """Promise 5: new requests are admitted before an earlier one only if the order allows it, plus two with `bypass`.
     Under "earliest-ttft" a request with n deadlines before its own is one of the next (n + 1) * every admissions."""
     spec, may_pass = ORDERS[order]

@@ -46,12 +46,12 @@ def test_a_recording_replays_without_a_difference(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_recordings_of_equal_runs_are_equal_bytes(seed: int) -> None:
+def test_recordings_of_equal_runs_are_byte_identical(seed: int) -> None:
     assert record(seed)[1] == record(seed)[1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_altered_decision_is_found_at_its_step(seed: int) -> None:
+def test_replay_finds_an_altered_decision_at_its_step(seed: int) -> None:
     """One field of one line is altered, and the replay names the line, step and field."""
     _, lines = record(seed)
     choose = SeededChooser(seed)
@@ -70,8 +70,8 @@ def test_one_altered_decision_is_found_at_its_step(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_lost_call_is_found(seed: int) -> None:
-    """Without one of its calls a recording does not replay: a difference, or an impossible call."""
+def test_replay_finds_a_lost_call(seed: int) -> None:
+    """A recording without one of its calls fails to replay: with a difference, or with an impossible call."""
     lost = None
     while lost is None:  # in a few runs no request that was added ever ran
         _, lines = record(seed)
@@ -83,7 +83,7 @@ def test_a_lost_call_is_found(seed: int) -> None:
         replay([*lines[:lost], *lines[lost + 1 :]])
 
 
-def test_a_cut_recording_is_reported_as_cut() -> None:
+def test_replay_reports_a_truncated_recording() -> None:
     _, lines = record(SEEDS[0])
     report = replay([*lines[:-1], lines[-1][: len(lines[-1]) // 2]])
     assert report.is_cut and report.num_calls == len(lines) - 2

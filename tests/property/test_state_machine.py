@@ -171,7 +171,7 @@ for _operation in OPERATIONS:
         setattr(SchedulerMachine, f"{_operation.name}_{_copy}", _as_rule(_operation))
 
 
-def test_every_sequence_of_calls_keeps_the_invariants() -> None:
+def test_any_sequence_of_scheduler_calls_keeps_the_invariants() -> None:
     """Every call, in any order, with shrinking."""
     before = EXECUTED.total()
     run_state_machine_as_test(SchedulerMachine)
@@ -183,8 +183,8 @@ LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculati
 
 
 @pytest.mark.parametrize("focus", short_of(list(FOCUS), FOCUS.keys() - LONG_ONLY))
-def test_seeded_runs_keep_the_invariants(focus: str) -> None:
-    """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
+def test_seeded_scheduler_runs_keep_the_invariants(focus: str) -> None:
+    """A seeded generator chooses the operations, so that many more runs fit into the time than with Hypothesis."""
     for seed in SEEDS:
         try:
             drive(seed, RULES_PER_SEED, **FOCUS[focus])
@@ -296,7 +296,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("limit", LIMITS)
-def test_seeded_runs_reach_every_limit(limit: str) -> None:
+def test_seeded_scheduler_runs_reach_every_limit(limit: str) -> None:
     """The runs reach every limit (such as full memory) often; otherwise they would prove little."""
     knobs, count = LIMITS[limit]
     total = 0

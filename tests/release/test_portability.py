@@ -57,7 +57,7 @@ print(json.dumps([missing, sorted(LIBRARIES)]))
 """
 
 
-def in_hiding(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_without_system_features(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program, in a process that lacks all that; its arguments are `sys.argv[1:]`."""
     return subprocess.run(
         [sys.executable, "-c", HIDDEN + program, *arguments], capture_output=True, text=True, check=False
@@ -65,9 +65,9 @@ def in_hiding(program: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @cache
-def what_each_module_lacks() -> tuple[dict[str, str | None], set[str]]:
+def missing_import_of_each_module() -> tuple[dict[str, str | None], set[str]]:
     """By module: what it lacks to be imported, None where nothing; and the libraries that were hidden."""
-    run = in_hiding(IMPORT_ALL)
+    run = run_without_system_features(IMPORT_ALL)
     assert run.returncode == 0, run.stderr
     lacks, libraries = json.loads(run.stdout)
     return lacks, set(libraries)
@@ -80,8 +80,8 @@ def is_a_program(module: str) -> bool:
     return '\nif __name__ == "__main__":' in file.read_text()
 
 
-def test_no_module_lacks_more_than_a_library() -> None:
-    lacks, libraries = what_each_module_lacks()
+def test_modules_fail_to_import_only_for_lack_of_a_library() -> None:
+    lacks, libraries = missing_import_of_each_module()
     needy = {
         module: what
         for module, what in lacks.items()
@@ -93,8 +93,8 @@ def test_no_module_lacks_more_than_a_library() -> None:
 @pytest.mark.parametrize(
     "package", ["pointsman.core", "pointsman.cli", "pointsman.version", "pointsman.traces", "pointsman.sim"]
 )
-def test_nothing_is_missing_in_what_needs_no_model_and_no_server(package: str) -> None:
-    lacks, _ = what_each_module_lacks()
+def test_core_cli_and_simulator_import_without_engine_libraries(package: str) -> None:
+    lacks, _ = missing_import_of_each_module()
     inside = {module: what for module, what in lacks.items() if f"{module}.".startswith(f"{package}.")}
     pure = {module: what for module, what in inside.items() if what != "httpx2"}  # the client of `pointsman chat`
     assert inside
@@ -102,7 +102,7 @@ def test_nothing_is_missing_in_what_needs_no_model_and_no_server(package: str) -
     assert {module for module, what in pure.items() if what is not None} == set()
 
 
-def test_pure_parts_of_engine_server_and_drop_in_need_no_library() -> None:
+def test_data_types_of_engine_and_clients_import_without_libraries() -> None:
     """What a caller says and gets, what crosses between processes, and clients: plain data, on any system."""
     program = """
 import pointsman, pointsman.server, pointsman.integrations.vllm.client
@@ -113,27 +113,29 @@ from pointsman.engine import (
 )
 print(SamplingParams(max_tokens=3).max_tokens)
 """
-    run = in_hiding(program)
+    run = run_without_system_features(program)
     assert (run.returncode, run.stdout) == (0, "3\n"), run.stderr
 
 
-def test_the_command_line_says_what_it_can_do() -> None:
-    run = in_hiding("from pointsman.cli import main; main()", "--help")
+def test_help_of_the_command_line_works_without_libraries() -> None:
+    run = run_without_system_features("from pointsman.cli import main; main()", "--help")
     assert run.returncode == 0, run.stderr
     assert "generate" in run.stdout
 
 
-def test_the_command_line_says_what_it_cannot() -> None:
-    run = in_hiding("from pointsman.cli import main; main()", "serve")
+def test_serve_and_explain_report_that_unix_sockets_are_missing() -> None:
+    run = run_without_system_features("from pointsman.cli import main; main()", "serve")
     assert run.returncode == 2
     assert run.stderr == (
         "pointsman: error: serve needs Unix sockets, which this Python lacks; run it on Linux or macOS\n"
     )
-    run = in_hiding("from pointsman.cli import main; main()", "explain", "--socket", "vllm.sock")
-    assert run.stderr == "pointsman: error: this Python has no Unix sockets; ask on the machine where vLLM runs\n"
+    run = run_without_system_features("from pointsman.cli import main; main()", "explain", "--socket", "vllm.sock")
+    assert run.stderr == (
+        "pointsman: error: this Python has no Unix sockets; run this command on the machine where vLLM runs\n"
+    )
 
 
-def test_grammars_say_what_they_lack() -> None:
+def test_structured_output_reports_that_it_needs_linux() -> None:
     program = """
 LIBRARIES.clear()  # this one may have what is installed
 import numpy
@@ -143,5 +145,5 @@ try:
 except GrammarError as error:
     print(error)
 """
-    run = in_hiding(program)
+    run = run_without_system_features(program)
     assert run.stdout.startswith("structured output needs Linux"), run.stderr

@@ -60,22 +60,22 @@ def required(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in lines} - {"pointsman"}
 
 
-def test_all_that_is_imported_is_required() -> None:
+def test_every_imported_distribution_is_a_declared_requirement() -> None:
     imported = distributions(imported_modules(ROOT / "pointsman")) - NEVER_REQUIRED - ON_REQUEST
     assert imported - COME_ALONG.keys() <= required("cli", "engine", "server", "sim", "ray", "kv-events")
 
 
-def test_all_that_is_required_is_used() -> None:
+def test_every_declared_requirement_is_imported() -> None:
     imported = distributions(imported_modules(ROOT / "pointsman"))
     unused = required("cli", "engine", "server", "sim", "ray", "kv-events") - imported
     assert unused <= LOADED_BY_NAME
 
 
-def test_what_comes_along_does() -> None:
+def test_imported_dependencies_of_dependencies_are_required_by_them() -> None:
     for name, bringer in COME_ALONG.items():
         brought = {canonicalize_name(Requirement(line).name) for line in requires(bringer) or []}
         assert name in brought, f"{bringer} requires no {name}"
 
 
-def test_the_core_imports_numpy_and_the_standard_library() -> None:
+def test_the_core_imports_only_numpy_and_the_standard_library() -> None:
     assert imported_modules(ROOT / "pointsman" / "core") == {"numpy"}

@@ -80,7 +80,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.long
-def test_the_wheel_and_all_that_it_requires_come_from_the_index(tmp_path: Path) -> None:
+def test_the_wheel_and_its_requirements_install_from_an_index(tmp_path: Path) -> None:
     _, wheel = build(tmp_path)
     environment = Environment(tmp_path / "environment", with_pip=True)
     environment.install("-c", ROOT / "constraints.txt", f"{wheel}[server,kv-events]")

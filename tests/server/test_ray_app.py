@@ -391,7 +391,7 @@ def test_port_in_use_is_reported(ray_python: Path) -> None:
 
 def test_too_few_resources_or_a_missing_model_is_reported(running: Cluster, tmp_path: Path) -> None:
     error = refused(running.python, "model=demo", "num_replicas=3", address=running.address)
-    assert "num_replicas is 3 and the cluster has capacity for 2" in error and "CPU 2" in error and "lower" in error
+    assert "num_replicas is 3, but the cluster has capacity for 2" in error and "CPU 2" in error and "lower" in error
     actors = 'ray_actor_options={"num_gpus": 1}'
     assert "GPU 0" in refused(running.python, "model=demo", actors, address=running.address)
     error = refused(running.python, f"model={tmp_path}/nowhere", address=running.address)

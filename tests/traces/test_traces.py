@@ -204,7 +204,7 @@ def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
         (qwen() + "\n" + qwen(hash_ids=[1]), 2, "with 16 (Qwen-Bailian) there are 3, and line 1 has 3 hash_ids for 40"),
         (qwen() + "\n" + mooncake(), 2, 'the lines before have a "chat_id" and this one has none: with it timestamps'),
         (mooncake() + "\n\n" + qwen(), 3, 'the lines before have no "chat_id" and this one has one'),
-        (AZURE.encode() + b"\n2023-11-16 18:15:46,\xff,44\n", 2, "no UTF-8 text"),
+        (AZURE.encode() + b"\n2023-11-16 18:15:46,\xff,44\n", 2, "not UTF-8 text"),
     ],
 )
 def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, text: str | bytes, line: int, wrong: str) -> None:

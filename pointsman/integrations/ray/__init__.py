@@ -51,10 +51,10 @@ def build_app(arguments: Mapping[str, Any]) -> Any:
         check_cluster(settings)
         return application(settings)
     except RayError as error:
-        raise for_caller(error) from None
+        raise shorten_for_cli(error) from None
 
 
-def for_caller(error: RayError) -> Exception:
+def shorten_for_cli(error: RayError) -> Exception:
     """The error as one line if the caller is a command line; otherwise unchanged."""
     import click
 

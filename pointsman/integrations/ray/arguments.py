@@ -20,9 +20,9 @@ from pointsman.cli.errors import CommandError
 from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
 
 NO_MEANING = {
-    "host": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-host",
-    "port": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-port",
-    "drain_delay": "Serve's proxies stop sending by themselves; leave it out",
+    "host": "Serve's proxies listen; set http_options in a configuration file of Serve, or use serve start --http-host",
+    "port": "Serve's proxies listen; set http_options in a configuration file of Serve, or use serve start --http-port",
+    "drain_delay": "Serve's proxies stop sending requests by themselves; leave drain_delay out",
 }
 """Options of `pointsman serve` that have no meaning on a Ray cluster, each with the remedy."""
 SERVE_OPTIONS: dict[str, Any] = {
@@ -92,7 +92,7 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
     for given, value in arguments.items():
         name = str(given).replace("-", "_")
         if name in NO_MEANING:
-            raise RayError(f"{given} has no meaning on Ray: {NO_MEANING[name]}")
+            raise RayError(f"{given} has no effect on Ray: {NO_MEANING[name]}")
         if name in values:
             raise RayError(f"{given} is given twice; leave one out")
         if name in SERVE_OPTIONS:
@@ -107,15 +107,17 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
                 raise RayError(str(error)) from None
         else:
             close = difflib.get_close_matches(name, [*FILE_OPTIONS, *SERVE_OPTIONS], n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists those of the server"
-            raise RayError(f"{given} is no argument of build_app{hint}")
+            hint = (
+                f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists the options of the server"
+            )
+            raise RayError(f"{given} is not an argument of build_app{hint}")
     own = {name: values.pop(name) for name in SERVE_OPTIONS if name in values}
     config = values.pop("config", None)
     try:
         serve = serve_settings(values, config, environment)
     except CommandError as error:
         raise RayError(str(error)) from None
-    return with_deployments(serve, own)
+    return add_deployment_options(serve, own)
 
 
 def read_value(name: str, value: Any, kind: Any) -> Any:
@@ -134,9 +136,9 @@ def read_value(name: str, value: Any, kind: Any) -> Any:
         except ValueError:
             read = value
     elif kind == list[str]:
-        read = _json_or(value, value) if value.startswith("[") else value
+        read = _parse_json_or(value, value) if value.startswith("[") else value
     else:
-        read = _json_or(value, value)
+        read = _parse_json_or(value, value)
     if kind is float and isinstance(read, int) and not isinstance(read, bool):
         read = float(read)
     if kind in (bool, int, float, dict, list) and (
@@ -149,14 +151,14 @@ def read_value(name: str, value: Any, kind: Any) -> Any:
 NAMES: dict[Any, str] = {dict: "a mapping, in text as JSON, like '{\"num_cpus\": 2}'", list: "a list, in text as JSON"}
 
 
-def _json_or(text: str, otherwise: Any) -> Any:
+def _parse_json_or(text: str, default: Any) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return otherwise
+        return default
 
 
-def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
+def add_deployment_options(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
     """The settings of the application, from settings for `pointsman serve` and the options of the deployments (`own`).
 
     Raises:
@@ -165,14 +167,14 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
     own = dict(own)
     engines = int(serve.options.get("data_parallel_size", 1))
     if engines < 1:
-        raise RayError(f"data_parallel_size is {engines}; it must be at least 1, one engine in each replica")
+        raise RayError(f"data_parallel_size is {engines}, but each replica runs at least one engine; give at least 1")
     num_replicas = own.pop("num_replicas", None)
     autoscaling = own.pop("autoscaling_config", None)
     target = None
     if autoscaling is not None:
         if num_replicas is not None:
             raise RayError("num_replicas and autoscaling_config both set the number of replicas; give one of them")
-        autoscaling, target = _autoscaling(autoscaling)
+        autoscaling, target = _split_autoscaling_config(autoscaling)
         num_replicas = autoscaling["max_replicas"]
     elif num_replicas is None:
         num_replicas = 1
@@ -185,8 +187,8 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
             raise RayError(f"ray_actor_options: num_cpus is {num_cpus!r}; it must be a number, 0 or more")
         if 0 < num_cpus < engines:
             raise RayError(
-                f"data_parallel_size is {engines} and num_cpus of ray_actor_options {num_cpus:g}; each engine needs a "
-                f"core, so raise num_cpus to {engines}, or lower data_parallel_size"
+                f"data_parallel_size is {engines}, but num_cpus in ray_actor_options is {num_cpus:g}; each engine "
+                f"needs a core, so raise num_cpus to {engines}, or lower data_parallel_size"
             )
     own.setdefault("health_check_period_s", HEALTH_CHECK_PERIOD)
     return RaySettings(
@@ -204,11 +206,13 @@ HEALTH_CHECK_PERIOD = 1.0
 """Seconds between checks that the engines of a replica run; Serve replaces the replica after three failed checks."""
 
 
-def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+def _split_autoscaling_config(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
     """Split `autoscaling_config` into the configuration for Serve and the target of open requests for each replica."""
     config = dict(config)
     if "policy" in config:
-        raise RayError("autoscaling_config: policy is this application's own, by requests that wait; leave it out")
+        raise RayError(
+            "autoscaling_config: policy cannot be set, as this application has its own policy; leave policy out"
+        )
     target = config.pop("target_ongoing_requests", None)
     if target is not None and (isinstance(target, bool) or not isinstance(target, (int, float)) or not target > 0):
         raise RayError(f"autoscaling_config: target_ongoing_requests is {target!r}; it must be a number above 0")
@@ -220,7 +224,7 @@ def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
             raise RayError(f"autoscaling_config: {name} is {value!r}; it must be an integer of at least 1")
     if config["max_replicas"] < config["min_replicas"]:
         raise RayError(
-            f"autoscaling_config: max_replicas is {config['max_replicas']}, less than min_replicas, "
-            f"{config['min_replicas']}; raise it"
+            f"autoscaling_config: max_replicas is {config['max_replicas']}, but min_replicas is "
+            f"{config['min_replicas']}; raise max_replicas"
         )
     return config, target

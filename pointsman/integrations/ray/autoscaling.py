@@ -1,8 +1,8 @@
 """Autoscaling: the number of replicas of engines, from the number of waiting requests.
 
-The API knows all requests and computes the number (`replicas_wanted`). Each replica of engines reports this number as a
-custom metric of Serve's (`record_autoscaling_stats`), and Serve calls `policy` with the metric. Serve itself applies
-the bounds, delays and factors of `autoscaling_config`.
+The API knows all requests and computes the number (`num_replicas_needed`). Each replica of engines reports this number
+as a custom metric of Serve's (`record_autoscaling_stats`), and Serve calls `policy` with the metric. Serve itself
+applies the bounds, delays and factors of `autoscaling_config`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Load(NamedTuple):
     waiting: int
 
 
-def replicas_wanted(
+def num_replicas_needed(
     loads: list[Load], num_unsent: int, engines_per_replica: int, max_running: int, target: float | None
 ) -> int:
     """The number of replicas that the open requests need.

@@ -84,12 +84,12 @@ def command() -> Any:
 
 
 @contextmanager
-def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
+def nodes_of(address: str | None, address_source: str) -> Iterator[list[Node]]:
     """The nodes of a cluster. If the cluster runs, this process is connected to it within the context.
 
     Args:
         address: address of the cluster's head; None or "local": there is no cluster yet.
-        named_by: the source of the address.
+        address_source: the source of the address.
 
     Raises:
         RayError: the cluster cannot be reached.
@@ -114,9 +114,9 @@ def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             remedy = "give the host:port that ray start --head printed"
-            if named_by == str(address_file()):
+            if address_source == str(address_file()):
                 remedy = "start its head again, or forget it with ray stop, which removes that file"
-            raise RayError(f"cannot reach a Ray cluster at {address} ({named_by}): {reason}; {remedy}") from None
+            raise RayError(f"cannot reach a Ray cluster at {address} ({address_source}): {reason}; {remedy}") from None
     try:
         yield [
             Node(one["NodeID"], one["NodeManagerAddress"], one.get("Resources", {}))
@@ -175,7 +175,7 @@ def check_port(nodes: Sequence[Node]) -> None:
         except OSError as error:
             raise RayError(
                 f"Serve's proxy cannot listen on {options.host} port {options.port}: {error.strerror}; end the program "
-                "that has the port, or start Serve with another one before: serve start --http-port PORT"
+                "that uses the port, or first start Serve on another port: serve start --http-port PORT"
             ) from None
 
 
@@ -218,8 +218,8 @@ def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: 
                 everything[name] = everything.get(name, 0.0) + amount
         fitting = num_fitting(Node("", "", everything), needs)
     else:
-        most = options.get("max_replicas_per_node") or float("inf")
-        fitting = sum(min(num_fitting(node, needs), most) for node in nodes)
+        max_per_node = options.get("max_replicas_per_node") or float("inf")
+        fitting = sum(min(num_fitting(node, needs), max_per_node) for node in nodes)
     scaling = settings.autoscaling
     name, wanted = (
         ("num_replicas", settings.num_replicas) if scaling is None else ("min_replicas", scaling["min_replicas"])
@@ -235,9 +235,9 @@ def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: 
     limit = options.get("max_replicas_per_node")
     at_most = "" if limit is None else f", at most {limit} on a node"
     raise RayError(
-        f"{name} is {wanted} and the cluster has capacity for {fitting:g}: each replica takes {each}{at_most}, and "
-        f"there is {have}; lower {name} or what each takes (ray_actor_options), add nodes, or give "
-        "check_resources=false where the cluster adds nodes by itself"
+        f"{name} is {wanted}, but the cluster has capacity for {fitting:g}: each replica needs {each}{at_most}, and "
+        f"the nodes have {have}; lower {name} or the needs of a replica (ray_actor_options), add nodes, or give "
+        "check_resources=false if the cluster adds nodes by itself"
     )
 
 
@@ -256,8 +256,8 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
         lacking = nodes_without(model, nodes)
     if lacking:
         raise RayError(
-            f"model is {model}, and there is no such directory on {', '.join(lacking)}; copy it there, give a path "
-            "that all nodes share, or keep replicas off these nodes with a resource that they lack (ray_actor_options, "
+            f"model is {model}, but there is no such directory on {', '.join(lacking)}; copy it there, give a path "
+            "that all nodes share, or require a resource that these nodes lack (ray_actor_options, "
             "api_ray_actor_options)"
         )
 

@@ -25,7 +25,7 @@ from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.integrations.ray.arguments import RaySettings
-from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, replicas_wanted
+from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, num_replicas_needed
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 from pointsman.server.serve import (
     DEFAULT_RESTARTS,
@@ -57,7 +57,7 @@ SECONDS_BETWEEN_LOOKS = 2.0
 PERIODS_OF_SILENCE = 5
 """Number of missed health checks after which a replica of engines checks whether Serve is stopping it."""
 SECONDS_BETWEEN_LOADS = 1.0
-"""Time for which a replica of engines reuses a result of `replicas_wanted`."""
+"""Time for which a replica of engines reuses a result of `num_replicas_needed`."""
 NEVER_GIVES_UP = sys.maxsize
 
 
@@ -137,12 +137,12 @@ class Api:
                 raise ValueError(first_line(cause)) from None
             raise EngineStartError(f"{type(cause).__name__}: {first_line(cause)}") from error
 
-    async def replicas_wanted(self) -> int:
+    async def num_replicas_needed(self) -> int:
         """Number of replicas of engines that the open requests need."""
         fleet, now = self._fleet, time.monotonic()
         if fleet is not None and now - self._wanted_at >= SECONDS_BETWEEN_LOADS:
             self._wanted_at = now
-            self._wanted = replicas_wanted(
+            self._wanted = num_replicas_needed(
                 [
                     Load(stats.scheduler.num_running, stats.scheduler.num_waiting)
                     for stats in await fleet.ask_each(Stats())
@@ -162,15 +162,15 @@ class Api:
         watch = StatusWatch(serve.get_replica_context().app_name, API, ENGINES)
         while not watch.is_ending:
             try:
-                watch.look((await asyncio.to_thread(serve.status)).applications)
+                watch.read_status((await asyncio.to_thread(serve.status)).applications)
             except Exception as error:  # an error of Ray's: the controller is being restarted
                 logger.debug("no status: %s", first_line(error))
             if self._settings.autoscaling is not None and watch.num_replicas is not None:
                 fleet.num_wanted = watch.num_replicas * self._settings.engines_per_replica
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-        await self._end(fleet)
+        await self._shut_down(fleet)
 
-    async def _end(self, fleet: EngineFleet) -> None:
+    async def _shut_down(self, fleet: EngineFleet) -> None:
         """Refuse new requests, let the open requests finish, abort the requests that are open after `drain_timeout`,
         and end the engines."""
         gate, seconds = self._app.state.gate, self._settings.serve.server.drain_timeout
@@ -263,7 +263,9 @@ class EngineHost:
         if self._is_leaving:
             await asyncio.Event().wait()  # until this replica ends and another one gets the call
         if not self._free:
-            raise RuntimeError("all engines of this replica are in use; one more comes with the next replica")
+            raise RuntimeError(
+                "this replica already runs its maximum number of engines; a further engine needs another replica"
+            )
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         share = self._free.pop()
@@ -292,9 +294,10 @@ class EngineHost:
 
         self._num_failures += 1
         ends = self._num_failures > self._max_failures
-        what = "Serve replaces this replica" if ends else "it is started again"
+        what = "Serve replaces this replica" if ends else "the engine is started again"
         logger.error(
-            "an engine process on %s ended with exit code %d (%d times in all; max_engine_restarts is %d); %s",
+            "an engine process on %s ended with exit code %d (failure %d in this replica; max_engine_restarts is %d); "
+            "%s",
             socket.gethostname(),
             code,
             self._num_failures,
@@ -333,7 +336,7 @@ class EngineHost:
                 continue
             if is_scaled_down(applications, app, API, ENGINES):
                 break
-        logger.info("Serve stops this replica; others continue its requests")
+        logger.info("Serve stops this replica; other replicas continue its requests")
         self._is_leaving = True
         for hosting in self._hosting:
             hosting.cancel()
@@ -345,7 +348,9 @@ class EngineHost:
         if self._api is None:
             self._api = serve.get_deployment_handle(API, app_name=serve.get_replica_context().app_name)
         try:
-            return {METRIC: float(await asyncio.wait_for(self._api.replicas_wanted.remote(), SECONDS_BETWEEN_LOADS))}
+            return {
+                METRIC: float(await asyncio.wait_for(self._api.num_replicas_needed.remote(), SECONDS_BETWEEN_LOADS))
+            }
         except Exception:  # the API has not started yet, or is being replaced
             return {}
 

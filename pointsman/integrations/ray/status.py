@@ -21,7 +21,7 @@ class StatusWatch:
 
     Attributes:
         is_ending: whether this replica of the API is being stopped.
-        num_replicas: number of replicas of engines that run or start; None before the first call of `look`.
+        num_replicas: number of replicas of engines that run or start; None before the first call of `read_status`.
     """
 
     def __init__(self, app: str, api: str, engines: str) -> None:
@@ -32,7 +32,7 @@ class StatusWatch:
         self._engines = engines
         self._num_stopping: int | None = None
 
-    def look(self, applications: Mapping[str, Any]) -> None:
+    def read_status(self, applications: Mapping[str, Any]) -> None:
         """Process the newest status.
 
         Args:

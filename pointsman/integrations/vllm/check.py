@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
-from pointsman.integrations.vllm.layouts import own_groups
+from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
@@ -83,7 +83,9 @@ class Report:
             found += [f"  - {problem}" for problem in self.problems]
             found.append(f"  - or {GO_BACK}")
         elif self.unknown:
-            found.append(f"it is not known whether it will work, as the layers were not built here: {self.unknown}")
+            found.append(
+                f"it is not known whether the model will work, as its layers were not built here: {self.unknown}"
+            )
             found.append(f"unsupported features are refused when vLLM starts: {self.command}")
         else:
             found.append(f"it will work: {self.command}")
@@ -143,7 +145,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.problems.append(problem)
         return report
     from_log = None if log is None else _read_log(log)
-    vllm_config = _vllm_config(model, options)
+    vllm_config = _make_vllm_config(model, options)
     problem = problem_of_version(vllm.__version__, allows_untested=_allows_untested(vllm_config))
     if problem is not None:
         report.problems.append(problem)
@@ -159,7 +161,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.not_simulated = lacking_in_simulator(vllm_config, _as_kv_cache_config(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
-    report.groups += _capacity(vllm_config, groups, from_log)
+    report.groups += _capacity_lines(vllm_config, groups, from_log)
     return report
 
 
@@ -190,7 +192,7 @@ def _read_log(path: Path) -> str:
     return f"{float(requests):g} requests of {length} tokens fit, by the log"
 
 
-def _capacity(vllm_config: VllmConfig, groups: Groups | None, from_log: str | None) -> list[str]:
+def _capacity_lines(vllm_config: VllmConfig, groups: Groups | None, from_log: str | None) -> list[str]:
     """Lines of the report: the blocks of a request of the model's maximum length, and the number of such requests that
     fit."""
     lines = []
@@ -215,24 +217,24 @@ def _capacity(vllm_config: VllmConfig, groups: Groups | None, from_log: str | No
     return lines
 
 
-def _vllm_config(model: str, options: list[str]) -> VllmConfig:
+def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
     """vLLM's configuration, constructed as in its server."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = _parser(FlexibleArgumentParser(prog="pointsman vllm check"))
+    parser = _add_vllm_options(FlexibleArgumentParser(prog="pointsman vllm check"))
     words = io.StringIO()
     try:
         with contextlib.redirect_stderr(words), contextlib.redirect_stdout(words):
             given = parser.parse_args(options)
     except SystemExit:
         said = words.getvalue().strip().splitlines() or ["--help"]
-        raise CannotCheck(f"vLLM does not take these options: {said[-1]}") from None
+        raise CannotCheck(f"vLLM rejects these options: {said[-1]}") from None
     chosen = given.scheduler_cls
     if chosen not in (None, SCHEDULER_CLS, parser.get_default("scheduler_cls")):
         raise CannotCheck(
-            f"--scheduler-cls is {chosen}, and this checks {SCHEDULER_CLS}: give that, or leave it out here"
-            + (" (Observer is vLLM's own scheduler, which runs what vLLM runs)" if chosen == OBSERVER_CLS else "")
+            f"--scheduler-cls is {chosen}, but this command checks only {SCHEDULER_CLS}: leave --scheduler-cls out"
+            + (" (Observer is vLLM's own scheduler and needs no check)" if chosen == OBSERVER_CLS else "")
         )
     given.model = model
     try:
@@ -247,7 +249,7 @@ def _with_scheduler_cls(options: list[str]) -> list[str]:
     return options if is_given else ["--scheduler-cls", SCHEDULER_CLS, *options]
 
 
-def _parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+def _add_vllm_options(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """`parser`, with all options of vLLM's server added."""
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser
@@ -266,11 +268,11 @@ def _has_states(vllm_config: VllmConfig) -> bool:
     return bool(getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False))
 
 
-def _groups(vllm_config: VllmConfig) -> str:
+def _kv_groups_text(vllm_config: VllmConfig) -> str:
     """Text about the KV groups that the model's configuration shows; "": one group of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if _has_states(vllm_config):
-        return f"states of some layers{_where_cached(vllm_config.cache_config)}"
+        return f"states of some layers{_cached_states_text(vllm_config.cache_config)}"
     window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
     chunk = getattr(model, "attention_chunk_size", None)
     if (window is None and chunk is None) or getattr(model, "disable_sliding_window", False):
@@ -283,7 +285,7 @@ def _groups(vllm_config: VllmConfig) -> str:
     return f"{local} in {'some' if is_mixed else 'its'} layers"
 
 
-def _where_cached(cache: CacheConfig) -> str:
+def _cached_states_text(cache: CacheConfig) -> str:
     """Text about the positions at which the prefix cache keeps the states of layers (of Mamba, for example); "": it
     keeps none."""
     if getattr(cache, "mamba_cache_mode", "none") != "align":
@@ -321,13 +323,13 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
     blocks_of = f"{blocks} {of_size}" if blocks else f"{of_size}, as many as memory holds"
     has_states = _has_states(vllm_config)
     if made is None:
-        groups, is_theirs = _groups(vllm_config), has_states
+        groups, is_theirs = _kv_groups_text(vllm_config), has_states
         keeper = "vLLM's own KV manager" + ("" if has_states else " if their blocks differ in size")
     else:
         count, layout = len(made.groups), _as_kv_cache_config(made)
         groups = "" if not count or is_one_full_group(layout) else f"{count} group{'s' * (count > 1)}"
-        groups += _where_cached(cache) if has_states else ""
-        is_theirs = bool(groups) and own_groups(vllm_config, layout, config, size) is None
+        groups += _cached_states_text(cache) if has_states else ""
+        is_theirs = bool(groups) and core_groups(vllm_config, layout, config, size) is None
         keeper = "vLLM's own KV manager" if is_theirs else "Pointsman"
     report.kv_cache = blocks_of + (f", {groups}, kept by {keeper}" if groups else "")
     if is_theirs:

@@ -30,14 +30,14 @@ class Connection:
     def __init__(self, path: str) -> None:
         self._path = path
         if not hasattr(socket, "AF_UNIX"):
-            raise ControlUnavailable("this Python has no Unix sockets; ask on the machine where vLLM runs")
+            raise ControlUnavailable("this Python has no Unix sockets; run this command on the machine where vLLM runs")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(ANSWER_SECONDS)
         try:
             self._socket.connect(path)
         except (OSError, ValueError) as error:
             self._socket.close()
-            raise ControlUnavailable(_why(path, error)) from None
+            raise ControlUnavailable(_make_unavailable(path, error)) from None
         self._lines = self._socket.makefile("rb")
 
     def ask(self, kind: str, *, file: int | None = None, **arguments: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Connection:
         except BrokenPipeError:
             pass  # the server refused before the question, and its line with the reason has arrived
         except OSError as error:
-            raise ControlUnavailable(_why(self._path, error)) from None
+            raise ControlUnavailable(_make_unavailable(self._path, error)) from None
         return self.next_line(ANSWER_SECONDS)
 
     def next_line(self, seconds: float | None = None) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Connection:
         try:
             line = self._lines.readline()
         except OSError as error:
-            raise ControlUnavailable(_why(self._path, error)) from None
+            raise ControlUnavailable(_make_unavailable(self._path, error)) from None
         if not line:
             raise ControlUnavailable(f"vLLM closed the connection on {self._path}; it may have ended")
         answer: dict[str, Any] = json.loads(line)
@@ -83,7 +83,7 @@ class Connection:
         except TimeoutError:
             return None
         except OSError as error:
-            raise ControlUnavailable(_why(self._path, error)) from None
+            raise ControlUnavailable(_make_unavailable(self._path, error)) from None
         return self.next_line(ANSWER_SECONDS)
 
     def end_input(self) -> None:
@@ -91,7 +91,7 @@ class Connection:
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
-            raise ControlUnavailable(_why(self._path, error)) from None
+            raise ControlUnavailable(_make_unavailable(self._path, error)) from None
 
     def close(self) -> None:
         self._lines.close()
@@ -109,7 +109,7 @@ def connect(path: str) -> Iterator[Connection]:
         connection.close()
 
 
-def _why(path: str, error: Exception) -> str:
+def _make_unavailable(path: str, error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"vLLM did not answer on {path} in time; it is stuck in a step, or overloaded"
     if isinstance(error, ConnectionRefusedError):

@@ -71,7 +71,7 @@ class Client:
             line, newline, rest = bytes(self._buffer).partition(b"\n")
             if newline:
                 self._buffer = bytearray(rest)
-                yield _parse(line)
+                yield _parse_question(line)
                 ends = time.monotonic() + CLIENT_SECONDS
             elif len(self._buffer) > MAX_QUESTION:
                 raise ControlError(f"the question is longer than {MAX_QUESTION} bytes")
@@ -128,7 +128,7 @@ class ControlSocket:
     """
 
     def __init__(self, path: str | None, answer: Answer) -> None:
-        self.path = os.path.abspath(own_path() if path is None else path)
+        self.path = os.path.abspath(new_socket_path() if path is None else path)
         self._answer = answer
         self._listening = _listen(self.path)
         self._inode = os.stat(self.path).st_ino
@@ -193,7 +193,7 @@ class ControlSocket:
             client.send({"error": str(error)})
 
 
-def own_path() -> str:
+def new_socket_path() -> str:
     """A path for this process in a folder that only this user can access. Sockets of killed processes are removed from
     that folder, because vLLM usually kills its engine process."""
     folder = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -203,10 +203,10 @@ def own_path() -> str:
             os.mkdir(folder, 0o700)
         if not _is_private(folder):  # another user has created a folder of this name
             folder = tempfile.mkdtemp(prefix="pointsman-")
-    with _locked_folder(folder):
+    with _lock_folder(folder):
         for left in glob.glob(os.path.join(glob.escape(folder), "vllm-*.sock")):
             with suppress(ConfigError, OSError):
-                _remove_dead(left)
+                _remove_dead_socket(left)
         names = (f"vllm-{os.getpid()}{f'-{n}' if n > 1 else ''}.sock" for n in itertools.count(1))
         return next(path for name in names if not os.path.exists(path := os.path.join(folder, name)))
 
@@ -221,18 +221,22 @@ def _is_private(folder: str) -> bool:
 
 def _listen(path: str) -> socket.socket:
     if len(os.fsencode(path)) > MAX_PATH:
-        raise ConfigError(f"the socket {path} has a name of more than {MAX_PATH} bytes; choose a shorter one")
+        raise ConfigError(
+            f"the path of the control socket, {path}, is longer than {MAX_PATH} bytes; choose a shorter path"
+        )
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _locked_folder(os.path.dirname(path)):
-            _remove_dead(path)
+        with _lock_folder(os.path.dirname(path)):
+            _remove_dead_socket(path)
             os.fchmod(listening.fileno(), 0o600)  # Linux binds with this mode, so other users never have access
             listening.bind(path)
             os.chmod(path, 0o600)
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise ConfigError(f"cannot listen on the socket {path}: {error.strerror}; choose another one") from None
+        raise ConfigError(
+            f"cannot listen on the control socket {path}: {error.strerror}; choose another path"
+        ) from None
     except ConfigError:
         listening.close()
         raise
@@ -240,7 +244,7 @@ def _listen(path: str) -> socket.socket:
 
 
 @contextmanager
-def _locked_folder(folder: str) -> Iterator[None]:
+def _lock_folder(folder: str) -> Iterator[None]:
     """Lock a folder against other processes that remove or create sockets in it. Any user with read access to the
     folder can hold the lock, so after `LOCK_SECONDS` the caller continues without the lock."""
     import fcntl  # Windows lacks `fcntl`, but has clients, which import this module
@@ -260,14 +264,14 @@ def _locked_folder(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_dead(path: str) -> None:
+def _remove_dead_socket(path: str) -> None:
     """Remove the socket at `path` if its process has exited. Raises ConfigError if the path is in use."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(f"{path} exists and is not a socket; choose another name")
+        raise ConfigError(f"the control socket cannot be {path}, which exists and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -275,16 +279,16 @@ def _remove_dead(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
         except TimeoutError:  # the process runs, and is busy
-            raise ConfigError(f"another process listens on {path}; choose another name") from None
+            raise ConfigError(f"another process listens on the control socket {path}; choose another path") from None
         else:
-            raise ConfigError(f"another process listens on {path}; choose another name")
+            raise ConfigError(f"another process listens on the control socket {path}; choose another path")
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse_question(line: bytes) -> dict[str, Any]:
     try:
         question = json.loads(line)
     except (ValueError, RecursionError):  # RecursionError: nested too deeply
-        raise ControlError("the question is not JSON") from None
+        raise ControlError("the question is not JSON; send one JSON object on each line") from None
     if not isinstance(question, dict):
-        raise ControlError("the question is not a JSON object")
+        raise ControlError("the question is not a JSON object; send one JSON object on each line")
     return question

@@ -42,7 +42,7 @@ def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
     except Exception as error:  # the type of the error depends on the model's processor
         raise ConfigError(
-            f"vLLM cannot say how many embeddings this model's inputs have: {error}; serve its text part alone with "
+            f"vLLM cannot compute the number of embeddings of this model's inputs: {error}; serve text alone with "
             "--language-model-only"
         ) from error
     if not budget.encoder_compute_budget or not budget.encoder_cache_size:
@@ -82,7 +82,7 @@ class EncoderInputs:
         for at, (key, start, _, count, _) in enumerate(inputs):
             assert count is not None
             if count > most:
-                raise _refused(
+                raise _make_refusal(
                     request,
                     f"its {request.mm_features[at].modality} at token {start} has {count} embeddings, of at most "
                     f"{self._budget} in a step and {self._cache_size} in the encoder cache; {MORE_EMBEDDINGS}",
@@ -91,7 +91,7 @@ class EncoderInputs:
             if before is None:
                 before = known.get(key, count)
             if before != count:
-                raise _refused(
+                raise _make_refusal(
                     request,
                     f"its {request.mm_features[at].modality} at token {start} has {count} embeddings, and the "
                     f"identifier {key!r} is that of another one with {before}; give different content different "
@@ -115,7 +115,7 @@ class EncoderInputs:
                 if key not in self._cached:
                     del self._num_embeddings[key]
 
-    def scheduled(self, output: Output) -> dict[str, list[int]]:
+    def scheduled_inputs(self, output: Output) -> dict[str, list[int]]:
         """By vLLM's request id: the indices of the inputs that a step computes."""
         found: dict[str, list[int]] = {}
         for request, index in output.encoder_inputs:
@@ -123,7 +123,7 @@ class EncoderInputs:
             self._cached.add(request.encoder_inputs[index].key)
         return found
 
-    def freed(self, output: Output) -> list[str]:
+    def freed_identifiers(self, output: Output) -> list[str]:
         """The identifiers whose embeddings the workers drop before a step."""
         keys = [entry.key for entry in output.freed_encoder_entries]
         for key in keys:
@@ -160,9 +160,11 @@ class EncoderDecoderInputs:
         """
         count = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
         if request.resumable:
-            raise _refused(request, "the prompt of an encoder-decoder model cannot come in parts; send it in one piece")
+            raise _make_refusal(
+                request, "the prompt of an encoder-decoder model cannot come in parts; send it in one piece"
+            )
         if count > self._budget:
-            raise _refused(
+            raise _make_refusal(
                 request,
                 f"its {request.mm_features[0].modality} has {count} embeddings, of at most {self._budget} in a step; "
                 "raise --max-num-batched-tokens, or send a smaller one",
@@ -173,7 +175,7 @@ class EncoderDecoderInputs:
     def end(self, name: str) -> None:
         """Do nothing: no request shares an input, so nothing is kept after its request has finished."""
 
-    def scheduled(self, output: Output) -> dict[str, list[int]]:
+    def scheduled_inputs(self, output: Output) -> dict[str, list[int]]:
         """By vLLM's request id: the indices of the inputs that a step computes. vLLM's first model runner assigns the
         inputs to requests in the order of this dictionary: first the new requests, then the resumed requests."""
         rows = [*zip(output.admitted, output.is_resumed.tolist(), strict=True)]
@@ -187,7 +189,7 @@ class EncoderDecoderInputs:
                 found[request.metadata.request_id] = list(range(len(features)))
         return found
 
-    def freed(self, output: Output) -> list[str]:
+    def freed_identifiers(self, output: Output) -> list[str]:
         """The identifiers whose embeddings the workers drop before a step."""
         return [name for entry in output.freed_encoder_entries for name in self._identifiers.pop(entry.key, ())]
 
@@ -195,7 +197,7 @@ class EncoderDecoderInputs:
 TO_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
-def _refused(request: VLLMRequest, why: str) -> RequestRefused:
+def _make_refusal(request: VLLMRequest, why: str) -> RequestRefused:
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 
@@ -216,7 +218,7 @@ GIVEN = "embeddings:"
 """Prefix of the key of a block that is given as embeddings."""
 
 
-def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput]:
+def embedding_block_inputs(request: VLLMRequest, block_size: int) -> list[EncoderInput]:
     """The inputs that identify the blocks of a prompt given as embeddings, by a digest of all bytes of each block, as
     vLLM does."""
     from vllm.v1.utils import tensor_data

@@ -112,36 +112,36 @@ class _Group:
         self.lag = lags.pop() if len(lags) == 1 else None
         """Number of newest tokens whose KV is kept; None: the number varies with the length of the sequence."""
 
-    def _num_returned(self, final: int) -> int:
+    def _num_unneeded(self, final: int) -> int:
         """Number of leading blocks that are no longer needed when the first `final` tokens are final."""
         if self.lag is not None:
             return max(0, final - self.lag) // self.size
         return int(self.manager.get_num_skipped_tokens(final)) // self.size
 
-    def give_back(self, name: str, final: int, num_prompt_tokens: int) -> None:
+    def release_unneeded(self, name: str, final: int, num_prompt_tokens: int) -> None:
         """Release the blocks that a request no longer needs; `final`: number of its leading tokens that no step in
         flight reads."""
         if self.window_behind_prompt is not None:
             self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
             return
-        count = self._num_returned(final)
+        count = self._num_unneeded(final)
         blocks = self.tables[name]
         if count and not blocks[min(count, len(blocks)) - 1].is_null:
             self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
 
-    def next_return(self, final: int, limit: int) -> int:
+    def next_release(self, final: int, limit: int) -> int:
         """The smallest number of final tokens, up to `limit`, at which one more block is released; `limit`: no block is
         released before."""
         if self.window_behind_prompt is not None:
             num_left = max(0, final - self.window_behind_prompt)
             return min(limit, (num_left // self.size + 1) * self.size + self.window_behind_prompt)
-        now = self._num_returned(final)
+        now = self._num_unneeded(final)
         if self.lag is not None:
             return min(limit, (now + 1) * self.size + self.lag)
         low, high = final, limit
         while high - low > 1:  # the number never decreases
             middle = (low + high) // 2
-            low, high = (middle, high) if self._num_returned(middle) == now else (low, middle)
+            low, high = (middle, high) if self._num_unneeded(middle) == now else (low, middle)
         return high
 
     def lacks_a_block(self, name: str, num_computed: int, num_prompt_tokens: int) -> bool:
@@ -251,7 +251,9 @@ class KVGroups(KVCache):
         embeddings."""
 
         def needed(num_tokens: int) -> int:
-            own = self._count("", num_tokens, self._nothing, 0, is_whole=True, num_embeddings=num_embeddings)
+            own = self._num_blocks_needed(
+                "", num_tokens, self._nothing, 0, is_whole=True, num_embeddings=num_embeddings
+            )
             return self._num_spare + own
 
         longest = self._num_usable_tokens.get(num_embeddings)
@@ -322,7 +324,9 @@ class KVGroups(KVCache):
         if self.ends is None:
             return num_tokens
         junction = request.metadata.shared_prefix_boundary
-        return self.ends.cut(start, num_tokens, max_tokens, request.num_prompt_tokens, request.num_tokens, junction)
+        return self.ends.limit_chunk(
+            start, num_tokens, max_tokens, request.num_prompt_tokens, request.num_tokens, junction
+        )
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         return self._blocks_to_start(request, match, num_tokens, is_whole=False)
@@ -334,7 +338,7 @@ class KVGroups(KVCache):
         blocks = self._nothing if match.node is None else match.node[0].blocks
         end = _prefill_end(request)
         name = request.metadata.request_id
-        count = self._count(
+        count = self._num_blocks_needed(
             name,
             num_tokens,
             blocks,
@@ -348,7 +352,7 @@ class KVGroups(KVCache):
                 each.free(name)
         return count + self.pool.num_in_use(match.blocks)
 
-    def _count(
+    def _num_blocks_needed(
         self,
         name: str,
         num_tokens: int,
@@ -400,16 +404,16 @@ class KVGroups(KVCache):
         block."""
         if self.ends is not None:
             return self._admitted
-        return self._slots(request.metadata.request_id, 0, self._admitted)
+        return self._num_slots(request.metadata.request_id, 0, self._admitted)
 
-    def _slots(self, name: str, final: int, end: int) -> int:
+    def _num_slots(self, name: str, final: int, end: int) -> int:
         """Number of leading tokens up to which a row needs no check for blocks, if the row has blocks for `end` tokens
         and its first `final` tokens are final."""
         slots = min(
             [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
         )
         for group in self._releasing:
-            slots = min(slots, group.next_return(final, slots))
+            slots = min(slots, group.next_release(final, slots))
         return max(slots, end)
 
     # ------------------------------------------------------------------ running rows
@@ -426,15 +430,15 @@ class KVGroups(KVCache):
             row, end = rows.item(index), ends.item(index)
             name = self._row_of[row].metadata.request_id
             if is_whole:  # the row's tokens of this step may be scheduled, and read blocks that would be released
-                needed[index] = self._count_row(batch, row, end, is_whole=True)
+                needed[index] = self._num_blocks_for_row(batch, row, end, is_whole=True)
                 continue
             if self._states:
                 needed[index] = self._num_blocks_with_states(batch, row, end)
                 continue
-            final = self._final(batch, row) if self._releasing else 0
+            final = self._num_final_tokens(batch, row) if self._releasing else 0
             count = 0
             for group in self._releasing:
-                group.give_back(name, final, self._row_of[row].num_prompt_tokens)
+                group.release_unneeded(name, final, self._row_of[row].num_prompt_tokens)
             for _, tables, size, extra in self._shapes:  # not a method: runs for thousands of rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
@@ -442,18 +446,18 @@ class KVGroups(KVCache):
             if count:
                 needed[index] = count
             else:
-                batch.num_slots[row] = self._slots(name, final, end)
+                batch.num_slots[row] = self._num_slots(name, final, end)
         return needed
 
-    def _count_row(self, batch: Batch, row: int, end: int, *, is_whole: bool) -> int:
+    def _num_blocks_for_row(self, batch: Batch, row: int, end: int, *, is_whole: bool) -> int:
         request, start = self._row_of[row], batch.num_computed_tokens.item(row)
         name, prefill_end = request.metadata.request_id, _prefill_end(request)
-        return self._count(name, end, self._nothing, start, is_whole=is_whole, prefill_end=prefill_end)
+        return self._num_blocks_needed(name, end, self._nothing, start, is_whole=is_whole, prefill_end=prefill_end)
 
     def _num_blocks_with_states(self, batch: Batch, row: int, end: int) -> int:
         """Release the blocks that a row with cached states no longer needs, and return the number of free blocks that
         the row needs for its first `end` tokens."""
-        request, final = self._row_of[row], self._final(batch, row)
+        request, final = self._row_of[row], self._num_final_tokens(batch, row)
         name, start = request.metadata.request_id, batch.num_computed_tokens.item(row)
         self._publish_filled(request, final)
         self.manager.remove_skipped_blocks(name, final, request.num_prompt_tokens)
@@ -464,7 +468,7 @@ class KVGroups(KVCache):
             for each in self._managers
         )
         if not count:
-            self._count_row(batch, row, end, is_whole=False)
+            self._num_blocks_for_row(batch, row, end, is_whole=False)
             self._set_slots(batch, row, final, end)
         return count
 
@@ -484,9 +488,9 @@ class KVGroups(KVCache):
         if self._states and batch.num_computed_tokens.item(row) < _prefill_end(request):
             batch.num_slots[row] = end
         else:
-            batch.num_slots[row] = self._slots(request.metadata.request_id, final, end)
+            batch.num_slots[row] = self._num_slots(request.metadata.request_id, final, end)
 
-    def _final(self, batch: Batch, row: int) -> int:
+    def _num_final_tokens(self, batch: Batch, row: int) -> int:
         """Number of final tokens of a row before the row's tokens of the current step. A token is final if no step in
         flight computes it or may have to recompute it."""
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
@@ -503,20 +507,22 @@ class KVGroups(KVCache):
             name = self._row_of[row].metadata.request_id
             end = min(end, self._max_model_len)
             if self._states:
-                self._count_row(batch, row, end, is_whole=False)  # records where a state is kept within the chunk
+                self._num_blocks_for_row(
+                    batch, row, end, is_whole=False
+                )  # records where a state is kept within the chunk
             for place, tables, size, extra in self._shapes:
                 if self._states or -(-(end + extra) // size) > len(tables[name]):
                     given = self._managers[place].allocate_new_blocks(name, end, end)
                     if given:
                         new = self._new.setdefault(name, [[] for _ in self._groups])
                         new[place] += [block.block_id for block in given]
-            self._set_slots(batch, row, self._final(batch, row) if self._releasing else 0, end)
+            self._set_slots(batch, row, self._num_final_tokens(batch, row) if self._releasing else 0, end)
         return NO_NEW
 
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        raise NotImplementedError("steps cannot be done at once without block tables; see `Scheduler.guaranteed_steps`")
+        raise NotImplementedError("vLLM's manager has no block tables for several steps in one call; call `schedule`")
 
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
         return np.array([len(self.table(batch, row)) for row in rows.tolist()], dtype=np.int64)
@@ -604,7 +610,7 @@ class KVGroups(KVCache):
 
     def reset(self) -> None:
         if not self._row_of:
-            self.take_copies()  # drops the copies of a step that was not executed
+            self.take_block_copies()  # drops the copies of a step that was not executed
             self.manager.reset_prefix_cache()
         else:  # while requests run, vLLM's own method refuses
             pool = self.manager.block_pool
@@ -644,19 +650,19 @@ class KVGroups(KVCache):
         found: tuple[list[int], ...] = self.manager.get_block_ids(name)
         return found
 
-    def take_new(self, names: Sequence[str]) -> list[tuple[list[int], ...] | None]:
+    def take_new_blocks(self, names: Sequence[str]) -> list[tuple[list[int], ...] | None]:
         """The new blocks of each continued request, by group; None: the request has no new blocks."""
         if not self._new:
             return [None] * len(names)
         taken = [self._new.pop(name, None) for name in names]
         return [None if new is None else tuple(new) for new in taken]
 
-    def take_to_zero(self) -> list[int] | None:
+    def take_blocks_to_zero(self) -> list[int] | None:
         """New blocks that workers must fill with zeros; None: there are none."""
         ids: list[int] = self.manager.take_new_block_ids()
         return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
 
-    def take_copies(self) -> list[KVCacheBlockCopy] | None:
+    def take_block_copies(self) -> list[KVCacheBlockCopy] | None:
         """Blocks that workers must copy before a step, because requests share a part of each; None: there are none. A
         later step may reuse the source blocks, because workers execute steps in order."""
         self.manager.take_boundary_state_offloads()  # for connectors

@@ -52,15 +52,17 @@ def groups_of(vllm_config: VllmConfig) -> Groups:
     """
     parallel = vllm_config.parallel_config
     if parallel.world_size > 1:
-        raise LayersUnknown(f"its layers are split among {parallel.world_size} devices")
+        raise LayersUnknown(f"the model's layers are split among {parallel.world_size} devices")
     try:
-        return _grouped(vllm_config, _specs(vllm_config))
+        return _form_groups(vllm_config, _layer_specs(vllm_config))
     except Exception as error:  # from the model's code, or a vLLM that builds models differently
         said = str(error).strip().splitlines() or [""]
-        raise LayersUnknown(f"vLLM does not build them without weights: {type(error).__name__}: {said[0]}") from error
+        raise LayersUnknown(
+            f"vLLM cannot build the model's layers without weights: {type(error).__name__}: {said[0]}"
+        ) from error
 
 
-def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
+def _layer_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """vLLM's `KVCacheSpec` of each layer that stores KV."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -86,7 +88,7 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     return specs
 
 
-def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
+def _form_groups(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
     from vllm.utils.math_utils import cdiv
     from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
-def own_groups(
+def core_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: SchedulerConfig, hash_block_size: int
 ) -> tuple[KVGroup, ...] | None:
     """The KV groups, if the core can manage all of them itself; None: it cannot manage them."""
-    groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
+    groups = tuple(_core_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
         return None
     if vllm_config.model_config.enable_prompt_embeds:  # the core's windows may miss prefixes that vLLM finds
@@ -32,7 +32,7 @@ def own_groups(
     return None if config.enable_kv_cache_events and not any(group.is_full for group in own) else own
 
 
-def _own_group(group: KVCacheGroupSpec, block_size: int) -> KVGroup | None:
+def _core_group(group: KVCacheGroupSpec, block_size: int) -> KVGroup | None:
     """A group of vLLM's as a group of the core's; None: the core lacks this kind."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,

@@ -62,7 +62,7 @@ class BlockNumbers:
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
 
-    def take(self, hashes: Sequence[bytes]) -> tuple[int | None, int, int]:
+    def number_blocks(self, hashes: Sequence[bytes]) -> tuple[int | None, int, int]:
         """Number the blocks of a prompt, given hashes that each cover all earlier tokens.
 
         Each call marks all blocks of the prompt as recently seen. So the last blocks of a prompt are forgotten first,
@@ -144,10 +144,10 @@ class RecordingThread:
 
     def _run(self, header: dict[str, Any]) -> None:
         try:
-            self._file.write(_line(header))
+            self._file.write(_to_line(header))
             while (notes := self._queue.get()) is not None and not self._file.ended_by:
                 events, steps = notes
-                lines = [self._request(*event) for event in events]
+                lines = [self._request_line(*event) for event in events]
                 if steps:
                     lines.append(self._steps(steps))
                 self._file.write("".join(lines))
@@ -156,26 +156,30 @@ class RecordingThread:
         finally:
             self._file.close()
 
-    def _seconds(self, now_ns: int) -> float:
+    def _to_seconds(self, now_ns: int) -> float:
         return round((now_ns - self._start) / 1e9, 6)
 
-    def _request(self, now_ns: int, call: str, fields: dict[str, Any], hashes: Sequence[bytes], num_blocks: int) -> str:
+    def _request_line(
+        self, now_ns: int, call: str, fields: dict[str, Any], hashes: Sequence[bytes], num_blocks: int
+    ) -> str:
         if call == "add":
-            fields["request"]["blocks"] = None if self._numbers is None else self._numbers.take(hashes[:num_blocks])
+            fields["request"]["blocks"] = (
+                None if self._numbers is None else self._numbers.number_blocks(hashes[:num_blocks])
+            )
         elif fields["scheduled"] is not None:
-            fields["scheduled"] = self._seconds(fields["scheduled"])
-        return _line({"call": call, "now": self._seconds(now_ns), **fields})
+            fields["scheduled"] = self._to_seconds(fields["scheduled"])
+        return _to_line({"call": call, "now": self._to_seconds(now_ns), **fields})
 
     def _steps(self, steps: list[Any]) -> str:
         start, first = self._start, self._num_steps
         self._num_steps += len(steps)
         began, ended, *loads = zip(*steps, strict=True)
         columns = [[(at - start) // 1000 for at in times] for times in (began, ended)] + loads
-        line = {"call": "steps", "now": self._seconds(ended[-1]), "step": first}
-        return _line({**line, **dict(zip(OBSERVED_STEPS, columns, strict=True))})
+        line = {"call": "steps", "now": self._to_seconds(ended[-1]), "step": first}
+        return _to_line({**line, **dict(zip(OBSERVED_STEPS, columns, strict=True))})
 
 
-def _line(fields: dict[str, Any]) -> str:
+def _to_line(fields: dict[str, Any]) -> str:
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
@@ -197,10 +201,10 @@ class _Request:
         decodes, the last step of the newest run is not set."""
         self.is_decoding = False
 
-    def stop(self, last: int) -> None:
-        """End the newest run of decode steps: the request does not sample after step `last`."""
+    def end_decode_run(self, last_step: int) -> None:
+        """End the newest run of decode steps: the request does not sample after step `last_step`."""
         self.is_decoding = False
-        self.steps[-1][1] = last
+        self.steps[-1][1] = last_step
 
 
 class Observation:
@@ -255,11 +259,11 @@ class Observation:
 
     def close(self) -> None:
         """Pass all notes to the recording thread, and wait until it has ended."""
-        self._put()
+        self._put_notes()
         self.abandon()
         self._thread.wait()
 
-    def _put(self) -> None:
+    def _put_notes(self) -> None:
         self.ended_by = self._thread.ended_by
         if self._events or self._steps:
             self._thread.put(self._events, self._steps)
@@ -267,7 +271,7 @@ class Observation:
 
     # ------------------------------------------------------------------ requests
 
-    def added(self, request: VLLMRequest, now: int) -> None:
+    def record_added(self, request: VLLMRequest, now: int) -> None:
         """Record that vLLM queued a request."""
         if request.resumable:  # a further part of a session, not a new request
             return
@@ -284,7 +288,7 @@ class Observation:
         num_blocks = 0 if size is None else min(len(hashes), request.num_prompt_tokens // size)
         self._events.append((now, "add", {"request": fields, "park": None}, hashes, num_blocks))
 
-    def finished(self, request_id: str, now: int) -> None:
+    def record_finished(self, request_id: str, now: int) -> None:
         """Record that a request finished; an unknown id is ignored."""
         seen = self._requests.pop(request_id, None)
         if seen is None:
@@ -292,7 +296,7 @@ class Observation:
         self._unsettled.pop(request_id, None)
         last = self._num_updated - 1
         if seen.is_decoding:
-            seen.stop(last)
+            seen.end_decode_run(last)
         request = seen.of_vllm
         fields = {
             "id": f"r{seen.number}",
@@ -307,7 +311,7 @@ class Observation:
 
     # ------------------------------------------------------------------ steps
 
-    def scheduled(self, output: SchedulerOutput, now: int) -> None:
+    def record_scheduled(self, output: SchedulerOutput, now: int) -> None:
         """Record that vLLM decided a step that begins at `now`."""
         total = output.total_num_scheduled_tokens
         num_rows = len(output.num_scheduled_tokens)
@@ -321,19 +325,19 @@ class Observation:
             context = sum(computed) + total
             load: tuple[int, ...] | None = (total, num_rows, context, context, num_rows)
         else:
-            load = self._load(output, total, num_rows, computed, now)
+            load = self._step_load(output, total, num_rows, computed, now)
         self._in_flight.append((output, now, load))
         if total:
             self._num_steps += 1
 
-    def _load(
+    def _step_load(
         self, output: SchedulerOutput, total: int, num_rows: int, computed: list[int], now: int
     ) -> tuple[int, ...] | None:
         """The load of a step that is not plain decode: numbers of tokens, rows, context tokens, attended tokens and
         samples; None: the step computes nothing. Also updates the set of requests that sample."""
         step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
         for name in output.preempted_req_ids or ():
-            self._pause(name, step)
+            self._end_decode_run(name, step)
         context = sum(computed) + total
         for new in output.scheduled_new_reqs:
             context += new.num_computed_tokens
@@ -345,7 +349,7 @@ class Observation:
         if num_rows < len(self._scheduler.running):
             for request in self._scheduler.running:
                 if request.request_id not in rows:
-                    self._pause(request.request_id, step)
+                    self._end_decode_run(request.request_id, step)
         num_samples = num_rows
         for name, seen in list(self._unsettled.items()):
             if name not in rows:
@@ -367,15 +371,15 @@ class Observation:
                     attended += before * count + count * (count + 1) // 2 - before - count
         return total, num_rows, context, attended, num_samples
 
-    def _pause(self, name: str, step: int) -> None:
+    def _end_decode_run(self, name: str, step: int) -> None:
         """Record that the request `name` does not run in the step `step`."""
         seen = self._requests.get(name)
         if seen is not None:
             self._unsettled[name] = seen
             if seen.is_decoding:
-                seen.stop(step - 1)
+                seen.end_decode_run(step - 1)
 
-    def updated(
+    def record_updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
     ) -> None:
         """Record that vLLM processed the result of a step at the time `now`; `num_before`: vLLM's number of requests
@@ -396,11 +400,11 @@ class Observation:
             for client in outputs.values():
                 for each in client.outputs:
                     if each.finish_reason is not None:
-                        self.finished(each.request_id, now)
+                        self.record_finished(each.request_id, now)
         if not num_known or len(self._steps) >= STEPS_A_LINE or now - self._last_put > SECONDS_A_LINE * 1e9:
             self._last_put = now
-            self._put()
+            self._put_notes()
 
-    def idled(self) -> None:
+    def record_idle(self) -> None:
         """Record that the engine pauses: the next step does not begin at the end of the previous step."""
         self._end_before = None

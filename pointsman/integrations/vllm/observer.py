@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm.observation import Observation
-from pointsman.integrations.vllm.operation import of_rank
+from pointsman.integrations.vllm.operation import path_of_rank
 from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.integrations.vllm.results import REASONS
 from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
@@ -77,7 +77,7 @@ def _observed(base: type[Scheduler]) -> Any:
             super().add_request(request)
             if self._observation is not None:
                 try:
-                    self._observation.added(request, time.monotonic_ns())
+                    self._observation.record_added(request, time.monotonic_ns())
                 except Exception:
                     self._end_observation()
 
@@ -88,7 +88,7 @@ def _observed(base: type[Scheduler]) -> Any:
             output = super().schedule(*arguments, **options)
             if self._observation is not None:
                 try:
-                    self._observation.scheduled(output, now)
+                    self._observation.record_scheduled(output, now)
                 except Exception:
                     self._end_observation()
             return output
@@ -100,7 +100,7 @@ def _observed(base: type[Scheduler]) -> Any:
             now, num_before = time.monotonic_ns(), len(self.requests)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             try:
-                observation.updated(scheduler_output, outputs, now, num_before)
+                observation.record_updated(scheduler_output, outputs, now, num_before)
                 if observation.ended_by:
                     self._end_observation()
             except Exception:
@@ -113,7 +113,7 @@ def _observed(base: type[Scheduler]) -> Any:
                 try:
                     now = time.monotonic_ns()
                     for request in ended:
-                        self._observation.finished(request.request_id, now)
+                        self._observation.record_finished(request.request_id, now)
                 except Exception:
                     self._end_observation()
             return ended
@@ -121,7 +121,7 @@ def _observed(base: type[Scheduler]) -> Any:
         def set_pause_state(self, pause_state: PauseState) -> None:
             super().set_pause_state(pause_state)
             if self._observation is not None:
-                self._observation.idled()
+                self._observation.record_idle()
 
         def shutdown(self) -> None:
             super().shutdown()
@@ -149,7 +149,7 @@ def _begin(
     scheduler: Scheduler, path: str | None, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> Observation | None:
     """Begin the recording; None, after a warning: the file of the recording cannot be written."""
-    path = of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
+    path = path_of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
     try:
         file = RecordingFile.create(path)
     except OSError as error:

@@ -70,7 +70,7 @@ class Operation:
         self._adapter = adapter
         self.recordings = Recordings(adapter.core, adapter.forget_steps)
         if recording is not None:
-            self.recordings.note(recording)
+            self.recordings.set_current(recording)
         questions = Questions(
             adapter.core,
             adapter.of_id,
@@ -79,7 +79,7 @@ class Operation:
             facts={
                 "version": __version__,
                 "model": served_name(vllm_config),
-                "engine": rank_of(vllm_config),
+                "engine": engine_rank(vllm_config),
             },
             seconds=lambda: adapter.step_seconds,
         )
@@ -118,14 +118,14 @@ class Operation:
         return lines
 
 
-def rank_of(vllm_config: VllmConfig) -> int:
+def engine_rank(vllm_config: VllmConfig) -> int:
     """Index of the engine among the engines behind one server; 0 if there is only one engine."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
-def of_rank(path: str, vllm_config: VllmConfig) -> str:
+def path_of_rank(path: str, vllm_config: VllmConfig) -> str:
     """`path` with the engine's rank appended; unchanged for the first engine."""
-    rank = rank_of(vllm_config)
+    rank = engine_rank(vllm_config)
     return f"{path}.{rank}" if rank else path
 
 
@@ -143,7 +143,7 @@ def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | No
     """
     if path is None:
         return None
-    path = of_rank(path, vllm_config)
+    path = path_of_rank(path, vllm_config)
     try:
         return RecordingFile.create(path)
     except OSError as error:
@@ -156,7 +156,7 @@ def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> 
     if path == "":
         return None
     if path is not None:
-        return ControlSocket(of_rank(path, vllm_config), questions.answer)
+        return ControlSocket(path_of_rank(path, vllm_config), questions.answer)
     try:
         return ControlSocket(None, questions.answer)
     except (ConfigError, OSError) as error:
@@ -204,11 +204,11 @@ class Questions:
         self._seconds = seconds
         self._live = LiveFilm(scheduler)
         self._turn = threading.Lock()
-        """Held while an answer is computed."""
+        """Lock that a thread holds while it computes an answer."""
         self._resumes = 0.0  # end of the pause after the newest answer, on the monotonic clock
 
     @contextmanager
-    def _paced(self) -> Iterator[None]:
+    def _answer_turn(self) -> Iterator[None]:
         """Context in which an answer is computed: no other answer is computed meanwhile, and it begins after the pause
         that the previous answer requires."""
         with self._turn:
@@ -227,7 +227,7 @@ class Questions:
         """
         kind = question.get("ask")
         answer: dict[str, Any] = {}
-        with self._paced():
+        with self._answer_turn():
             if kind == "explain":
                 answer = self._explain(question.get("id"), question.get("limit", 100))
             elif kind == "metrics":
@@ -245,7 +245,7 @@ class Questions:
 
     def _explain(self, name: Any, limit: Any) -> dict[str, Any]:
         if not isinstance(limit, int) or not 1 <= limit <= MAX_REQUESTS:
-            raise ControlError(f"limit is {limit!r}; give 1 to {MAX_REQUESTS}")
+            raise ControlError(f"limit is {limit!r}; it must be an integer from 1 to {MAX_REQUESTS}")
         with self._lock:
             scheduler = self._scheduler
             counts = {
@@ -262,11 +262,11 @@ class Questions:
             )
         found: list[dict[str, Any]] = []
         while names:
-            self._explain_some(names, found)
+            self._explain_first(names, found)
             time.sleep(SECONDS_HELD)  # let the engine's thread acquire the lock first
         return {**self._facts, "counts": counts, "requests": found}
 
-    def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
+    def _explain_first(self, names: list[str], found: list[dict[str, Any]]) -> None:
         """Explain the first requests of `names` for `SECONDS_HELD`, and move them to `found`."""
         with self._lock:
             now = time.monotonic()
@@ -274,9 +274,9 @@ class Questions:
                 name = names.pop(0)
                 request = self._requests.get(name)
                 if request is not None:  # the request may have finished since the ids were listed
-                    found.append(self._described(name, request, now))
+                    found.append(self._describe_request(name, request, now))
 
-    def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:
+    def _describe_request(self, name: str, request: Request, now: float) -> dict[str, Any]:
         """A request in the form of `GET /v1/requests` of `pointsman serve`."""
         explanation: Explanation = self._scheduler.explain(request.request_id)
         holders = [
@@ -329,7 +329,7 @@ class Questions:
         try:
             while True:
                 try:
-                    with self._paced(), self._lock:
+                    with self._answer_turn(), self._lock:
                         records = self._live.take(watcher)
                 except TooManyWatchers as error:
                     raise ControlError(str(error)) from None
@@ -349,10 +349,12 @@ class Questions:
         error."""
         descriptor = client.take_file()
         if descriptor is None:
-            raise ControlError("no file came with the question; pointsman record sends one")
+            raise ControlError(
+                "the question 'record' came without a file descriptor; use pointsman record, which sends one"
+            )
         try:
             with self._lock:
-                file = self._recordings.request(descriptor)
+                file = self._recordings.request_recording(descriptor)
         finally:
             os.close(descriptor)
         try:

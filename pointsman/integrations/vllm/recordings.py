@@ -35,7 +35,9 @@ class RecordingFile(BackgroundFile):
         self.num_steps += sum(piece.startswith(b'{"call":"schedule"') for piece in pieces)
 
     def _report(self, why: str) -> None:
-        logger.warning("Pointsman stopped recording: %s; vLLM continues, and the file can be read up to there", why)
+        logger.warning(
+            "Pointsman stopped recording: %s; vLLM continues, and the steps recorded before can be read", why
+        )
 
 
 class Recordings:
@@ -53,13 +55,13 @@ class Recordings:
         """The requested recording that waits for a moment without requests."""
         self.current: RecordingFile | None = None
 
-    def note(self, file: RecordingFile) -> None:
+    def set_current(self, file: RecordingFile) -> None:
         """Set the current recording to one that began when vLLM started: the scheduler's recorder already writes to
         `file`."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 
-    def request(self, descriptor: int) -> RecordingFile:
+    def request_recording(self, descriptor: int) -> RecordingFile:
         """Request a recording in an open file; the recording may have begun when this returns.
 
         Raises:
@@ -70,14 +72,16 @@ class Recordings:
             self._scheduler.check_recordable()
         except InvalidTransition as error:
             raise ControlError(
-                f"no recording can begin while vLLM runs: {error}; start vLLM with record in --additional-config if it "
-                "accepts that, or watch it with pointsman play --socket"
+                f"no recording can begin while vLLM runs: {error}; start vLLM with record in --additional-config, or, "
+                "if vLLM rejects that key, watch the run with pointsman play --socket"
             ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ControlError("a recording can only be written to a regular file: a pipe could block the scheduler")
         other = self.current or self.waiting
         if other is not None:
-            raise ControlError(f"a recording is {'under way' if self.current else 'waiting'} already: {other.name}")
+            raise ControlError(
+                f"another recording is already {'under way' if self.current else 'waiting'}: {other.name}; end it first"
+            )
         self.waiting = file = RecordingFile(FileIO(os.dup(descriptor), "w"), "of another client")
         self.try_to_begin()
         return file

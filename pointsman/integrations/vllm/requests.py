@@ -126,8 +126,8 @@ def check_retention(request: Request, longest: float) -> None:
     """
     if request.retention is not None and request.retention > longest:
         raise RequestRefused(
-            f"request {request.request_id!r} refused: pointsman_retention is {request.retention:g} s, of {longest:g} s "
-            "at most; lower it, or raise max_retention in --additional-config"
+            f"request {request.request_id!r} refused: pointsman_retention is {request.retention:g} s, more than the "
+            f"maximum of {longest:g} s; lower it, or raise max_retention in --additional-config"
         )
 
 
@@ -160,7 +160,7 @@ class Sessions:
         parts = self._parts[name]
         return bool(parts) and parts[0] is None
 
-    def take(self, name: str) -> StreamingUpdate | None:
+    def pop_part(self, name: str) -> StreamingUpdate | None:
         """Remove and return the next part of a session; None: the session is over."""
         return self._parts[name].popleft()
 

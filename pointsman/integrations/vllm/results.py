@@ -77,7 +77,7 @@ class Sampled:
     """[rows] index of each row in the runner's arrays, -1 if the row is missing; None: the arrays have the order of the
     rows."""
 
-    def place(self, index: int) -> int:
+    def runner_index(self, index: int) -> int:
         return index if self.places is None else self.places[index]
 
 
@@ -113,18 +113,18 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
         if not has_drafts:  # takes a third of the time of the other cases
             return StepResult(tokens)
     except (ValueError, OverflowError):  # a row has no token, several tokens, or a token out of range
-        tokens = _all_tokens(lists)
+        tokens = _join_token_lists(lists)
     except TypeError as error:
-        raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
+        raise StepResultError(f"the model runner must return one list of integers for each row: {error}") from None
     return StepResult(tokens, counts=np.fromiter(map(len, lists), dtype=np.int64, count=output.num_rows))
 
 
-def _all_tokens(lists: list[Any]) -> npt.NDArray[np.integer]:
+def _join_token_lists(lists: list[Any]) -> npt.NDArray[np.integer]:
     """[tokens] the tokens of all rows, one row after the other."""
     try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
+        raise StepResultError(f"the model runner must return one list of integers for each row: {error}") from None
 
 
 class Judge:
@@ -140,7 +140,7 @@ class Judge:
     def __init__(self) -> None:
         self._attempts: dict[Request, tuple[int, int]] = {}  # (number of tokens, steps without a new token)
 
-    def judged(self, output: Output, sampled: Sampled) -> StepResult:
+    def find_errors(self, output: Output, sampled: Sampled) -> StepResult:
         """The result of a step, with an error for every row that contradicts the step. Updates `sampled` to match."""
         self._attempts = {request: value for request, value in self._attempts.items() if not request.is_finished}
         errors: dict[int, str] = {}
@@ -192,7 +192,7 @@ def _contradiction(tokens: Any, samples: bool, num_drafts: int, is_live: bool) -
 def add_missing_vectors(output: Output, sampled: Sampled, pooled: Any, result: StepResult) -> StepResult:
     """The result of a step, with an error for every completed prompt for which a pooling model returned no output."""
     rows = [index for index in output.completes.tolist() if index not in result.errors]
-    missing = [index for index in rows if pooled is None or _vector(pooled, sampled.place(index)) is None]
+    missing = [index for index in rows if pooled is None or _vector(pooled, sampled.runner_index(index)) is None]
     if not missing:
         return result
     errors = {**result.errors, **dict.fromkeys(missing, "the model runner returned no output for its prompt")}
@@ -266,12 +266,12 @@ class Details:
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
 
-    def admitted(self, name: str) -> None:
+    def note_admitted(self, name: str) -> None:
         """Register an admitted request; its next output has details."""
         self._once.add(name)
         self._without_blocks.discard(name)
 
-    def preempted(self, name: str) -> None:
+    def note_preempted(self, name: str) -> None:
         """Register a request that was preempted while its samples were in flight; its next output has details. It has
         no blocks when the samples arrive, so none of its tokens count as cached, as in vLLM's own scheduler."""
         self._once.add(name)
@@ -314,10 +314,10 @@ class Details:
                 request = self._requests[name]
                 output.trace_headers = request.trace_headers
                 if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
-                    place, count = sampled.place(index), len(output.new_token_ids)
+                    place, count = sampled.runner_index(index), len(output.new_token_ids)
                     output.new_logprobs = result.logprobs.slice_request(place, count)
             if masks is not None and output.new_token_ids:
-                output.new_sampling_mask = masks.slice_request(sampled.place(index), len(output.new_token_ids))
+                output.new_sampling_mask = masks.slice_request(sampled.runner_index(index), len(output.new_token_ids))
             if nans and name in nans:
                 output.num_nans_in_logits = nans[name]
 

@@ -45,10 +45,10 @@ from pointsman.core import (
 )
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.encoder_inputs import EncoderDecoderInputs, EncoderInputs, given_embeddings
+from pointsman.integrations.vllm.encoder_inputs import EncoderDecoderInputs, EncoderInputs, embedding_block_inputs
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
-from pointsman.integrations.vllm.layouts import own_groups
+from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.operation import Operation, open_record
 from pointsman.integrations.vllm.requests import Sessions, check_retention, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
@@ -79,9 +79,9 @@ from pointsman.integrations.vllm.views import (
     ReadOnlyDict,
     ReadOnlyList,
     Source,
-    keep_last,
+    keep_final_state,
     set_status,
-    show,
+    show_core_state,
 )
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Scheduler:
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs, vllm.__version__)
         groups = None
         if not is_one_full_group(kv_cache_config):
-            own = own_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
+            own = core_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
             if own is not None:
                 config = config.replace(kv_groups=own)
             else:
@@ -173,7 +173,7 @@ class Scheduler:
         recording = open_record(settings.record, vllm_config)
         self.core = Core(config, recorder=None if recording is None else Recorder(recording), kv_cache=groups)
         self.lock = threading.Lock()
-        """Held while `core` is used or changed."""
+        """Lock that a thread holds while it uses or changes `core`."""
         self.step_seconds = 0.0
         """Total time spent in `schedule` and `update_from_output`, in seconds."""
         self._requests: dict[str, VLLMRequest] = {}
@@ -266,7 +266,7 @@ class Scheduler:
             if session is None:
                 if request.resumable:
                     self._sessions.begin(name)
-                self._queue(request)
+                self._queue_request(request)
                 return
             if name not in self._sessions:
                 raise ValueError(f"request id {name!r} is in use; wait until that request has finished")
@@ -277,14 +277,14 @@ class Scheduler:
 
     def _next_turn(self, session: VLLMRequest) -> None:
         """Queue a session with its next part, or end the session if no part follows."""
-        part = self._sessions.take(session.request_id)
+        part = self._sessions.pop_part(session.request_id)
         if part is None:
-            self._end(session, FinishReason.ABORT)
+            self._end_request(session, FinishReason.ABORT)
         else:
             open_turn(session, part)
-            self._queue(session)
+            self._queue_request(session)
 
-    def _queue(self, request: VLLMRequest) -> None:
+    def _queue_request(self, request: VLLMRequest) -> None:
         name = request.request_id
         now = time.monotonic()
         needs_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -293,7 +293,7 @@ class Scheduler:
         try:
             ours = to_request(
                 request,
-                self._free_id(name),
+                self._unused_id(name),
                 prompt_token_ids=request.prompt_token_ids if request.prompt_embeds is None else request._all_token_ids,
                 arrival_time=self._arrival_time(request, now),
                 runs_ahead=self._runs_ahead,
@@ -303,11 +303,11 @@ class Scheduler:
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
         except RequestRefused as error:
             logger.error("%s", error)
-            self._end(request, FinishReason.ERROR)
-            self._refuse(request, str(error))
+            self._end_request(request, FinishReason.ERROR)
+            self._refuse_request(request, str(error))
             return
         self.of_id[name] = ours
-        show(request, self._source)
+        show_core_state(request, self._source)
         if needs_grammar:
             self._compiling[name] = request
         if request.use_structured_output:
@@ -317,7 +317,7 @@ class Scheduler:
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
 
-    def _refuse(self, request: VLLMRequest, why: str) -> None:
+    def _refuse_request(self, request: VLLMRequest, why: str) -> None:
         """Report that a request ended because of an error of the client: since vLLM 0.33 as HTTP status 400 with the
         message `why`."""
         self._unsent.append(request)
@@ -337,7 +337,7 @@ class Scheduler:
                 )
             if not request.mm_features:
                 is_keyed = self.groups is None and self.core.config.enable_prefix_caching
-                return given_embeddings(request, self.core.config.block_size) if is_keyed else ()
+                return embedding_block_inputs(request, self.core.config.block_size) if is_keyed else ()
         return self._encoder_inputs.begin(request) if request.mm_features else ()
 
     def _arrival_time(self, request: VLLMRequest, now: float) -> float:
@@ -347,7 +347,7 @@ class Scheduler:
             self._newest_arrival = arrival = max(self._newest_arrival, min(arrival, now))
         return arrival
 
-    def _free_id(self, name: str) -> str:
+    def _unused_id(self, name: str) -> str:
         """The core's id for a request: vLLM's id, or another id while the workers have not been notified that an
         earlier request with vLLM's id has finished."""
         taken = self.core.is_id_in_use
@@ -379,26 +379,26 @@ class Scheduler:
                     self.core.finish(self.of_id[name].request_id, REASONS[finished_status], now)
                 else:
                     self._sessions.num_idle -= 1
-                self._end(request, REASONS[finished_status])
+                self._end_request(request, REASONS[finished_status])
                 set_status(request, finished_status)
                 ended.append(request)
             return ended
 
-    def _end(self, request: VLLMRequest, reason: FinishReason) -> None:
+    def _end_request(self, request: VLLMRequest, reason: FinishReason) -> None:
         """Record that a request of vLLM's has finished."""
         name = request.request_id
         ours = self.of_id.get(name)
         if ours is not None:
-            keep_last(request, ours, tokens=True)
+            keep_final_state(request, ours, tokens=True)
         set_status(request, STATUSES[reason])
         del self._requests[name]
         self._compiling.pop(name, None)
         self._sessions.end(name)
-        self._forget(name)
+        self._drop_core_request(name)
         if self._finished_ids is not None:
             self._finished_ids[request.client_index].add(name)
 
-    def _forget(self, name: str) -> None:
+    def _drop_core_request(self, name: str) -> None:
         """Drop the core request that stands for a vLLM request, and the state kept for it."""
         self.of_id.pop(name, None)
         self._structured.discard(name)
@@ -415,8 +415,8 @@ class Scheduler:
             if isinstance(grammar, Exception):
                 logger.error("the grammar of request %s cannot be used: %s", name, grammar)
                 self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, now, detail=str(grammar))
-                self._end(request, FinishReason.ERROR)
-                self._refuse(request, f"Invalid structured outputs: {grammar}")
+                self._end_request(request, FinishReason.ERROR)
+                self._refuse_request(request, f"Invalid structured outputs: {grammar}")
             else:
                 self.core.ready(self.of_id[name].request_id, now)
 
@@ -443,8 +443,8 @@ class Scheduler:
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.encoder_inputs or output.freed_encoder_entries:
-            of_vllm.free_encoder_mm_hashes = self._encoder_inputs.freed(output)
-            of_vllm.scheduled_encoder_inputs = self._encoder_inputs.scheduled(output)
+            of_vllm.free_encoder_mm_hashes = self._encoder_inputs.freed_identifiers(output)
+            of_vllm.scheduled_encoder_inputs = self._encoder_inputs.scheduled_inputs(output)
         if output.preempted or output.finished or output.num_continued < len(ids):
             self._note_changes(output, now)
         if self._structured:
@@ -466,7 +466,7 @@ class Scheduler:
         for ours in output.finished:
             request = ours.metadata
             if self.of_id.get(request.request_id) is ours:  # it finished without an update that reports its end
-                self._end(request, ours.finish_reason or FinishReason.ERROR)
+                self._end_request(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
         if output.preempted:
@@ -480,12 +480,12 @@ class Scheduler:
         hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
-            self._details.admitted(request.request_id)
+            self._details.note_admitted(request.request_id)
             if request.prefill_stats is not None and not ours.num_preemptions:
                 request.prefill_stats.set(ours.num_prompt_tokens, num_hits, 0)
             if statistics is not None:
                 request.record_event(EngineCoreEventType.SCHEDULED, now)
-                statistics.looked_up(ours, num_hits, is_resumed)
+                statistics.count_lookup(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
         """Process preemptions. vLLM's metrics count a PREEMPTED event once an output has carried it to the client. The
@@ -498,7 +498,7 @@ class Scheduler:
             if request.request_id not in self._requests:
                 continue
             if ours.num_pending:  # otherwise the next output of the request follows its next admission
-                self._details.preempted(request.request_id)
+                self._details.note_preempted(request.request_id)
             if self._statistics is not None and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
 
@@ -531,7 +531,10 @@ class Scheduler:
     ) -> dict[int, EngineCoreOutputs]:
         step = self._steps.popleft()
         if step.of_vllm is not scheduler_output:
-            raise ValueError("this SchedulerOutput is not from the oldest step in flight; update them in order")
+            raise ValueError(
+                "this SchedulerOutput is not from the oldest step in flight; update steps in the order of their "
+                "schedule"
+            )
         output, ids = step.output, step.ids
         if output is None:
             return self._outputs_with_statistics(step, [], [], model_runner_output)
@@ -541,7 +544,7 @@ class Scheduler:
             self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
         if len(output.draft_token_ids):
-            self._drafts.verified(output, result, update)
+            self._drafts.count_verified(output, result, update)
         if len(output.completes):
             rows = [index for index in output.completes.tolist() if index not in result.errors]
             indices = [*indices, *self._add_pooled(step, rows, sampled, model_runner_output.pooler_output, outputs)]
@@ -551,7 +554,7 @@ class Scheduler:
         if self._structured:
             self._advance_grammars(outputs)
         if update.finished:
-            self._finish(update.finished, ids, outputs, indices)
+            self._finish_requests(update.finished, ids, outputs, indices)
         if self._kv_events is not None:
             if self.groups is None:
                 self._kv_events.publish(self.core.take_kv_events())
@@ -570,12 +573,16 @@ class Scheduler:
                 result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
             return result, self.core.update(output, result, now)
         except StepResultError:
-            result = self._judge.judged(output, sampled)
+            result = self._judge.find_errors(output, sampled)
         if len(output.completes):
             result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
         for index in result.unsampled:
             name = output.requests[index].metadata.request_id
-            logger.warning("step %d has no token for request %s; it samples again", output.step_id, name)
+            logger.warning(
+                "in step %d the model runner returned no token for request %s, which samples again",
+                output.step_id,
+                name,
+            )
         return result, self.core.update(output, result, now)
 
     def _add_failed(
@@ -597,7 +604,8 @@ class Scheduler:
         """Add a pooling model's outputs for the prompts that a step completes, and return the indices of their rows."""
         indices = [index for index in rows if step.ids[index] in self._requests]
         outputs += [
-            EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
+            EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.runner_index(index)])
+            for index in indices
         ]
         return indices
 
@@ -613,7 +621,7 @@ class Scheduler:
             if not self._grammar_accepts(request, output.new_token_ids):
                 ours = self.of_id[name]
                 self.core.finish(ours.request_id, FinishReason.ERROR, time.monotonic())
-                self._end(request, FinishReason.ERROR)
+                self._end_request(request, FinishReason.ERROR)
                 output.stop_reason = request.stop_reason = ours.stop_reason
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
@@ -626,10 +634,14 @@ class Scheduler:
         except Exception:  # an error from the grammar's library fails only this request
             logger.exception("the grammar of request %s failed on %s; the request fails", request.request_id, token_ids)
             return False
-        logger.error("the grammar of request %s does not allow %s; the request fails", request.request_id, token_ids)
+        logger.error(
+            "the grammar of request %s does not allow the sampled tokens %s; the request fails",
+            request.request_id,
+            token_ids,
+        )
         return False
 
-    def _finish(
+    def _finish_requests(
         self, finished: Iterable[Request], ids: list[str], outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> None:
         """Complete the outputs of requests that the core's update has finished. End each of these requests or, in a
@@ -648,16 +660,16 @@ class Scheduler:
             if name in self._sessions and ours.finish_reason is not FinishReason.ERROR:
                 self._end_turn(request, ours)
             else:
-                self._end(request, ours.finish_reason or FinishReason.ERROR)
+                self._end_request(request, ours.finish_reason or FinishReason.ERROR)
 
     def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
         """Close the current part of a session, whose output is complete; begin the next part if it has arrived."""
         name = session.request_id
         if self._sessions.is_over(name):
-            self._end(session, ours.finish_reason or FinishReason.STOP)
+            self._end_request(session, ours.finish_reason or FinishReason.STOP)
             return
-        self._forget(name)
-        keep_last(session, ours, tokens=False)
+        self._drop_core_request(name)
+        keep_final_state(session, ours, tokens=False)
         close_turn(session, ours)
         if self._sessions.has_part(name):
             self._next_turn(session)
@@ -668,7 +680,7 @@ class Scheduler:
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int], result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """The outputs of a step by client index; the first client also gets the statistics."""
-        stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
+        stats = None if self._statistics is None else self._statistics.take_stats(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
             return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
         found = self._outputs_by_client(step, outputs, indices)
@@ -818,12 +830,12 @@ class Scheduler:
         """A snapshot of vLLM's unfinished requests that do not run: the queue in order, then the requests that wait for
         something other than capacity."""
         queued = [ours.metadata for ours in self.core.waiting]
-        return ReadOnlyList(queued + self._others(queued))
+        return ReadOnlyList(queued + self._requests_neither_queued_nor_running(queued))
 
     @property
     def deferred_waiting(self) -> frozenset[VLLMRequest]:
         """The waiting requests that wait for something other than capacity: a grammar, or the next part of a prompt."""
-        return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
+        return frozenset(self._requests_neither_queued_nor_running([ours.metadata for ours in self.core.waiting]))
 
     skipped_waiting = deferred_waiting
     """Same as `deferred_waiting`: the attribute's name in other versions of vLLM."""
@@ -859,7 +871,7 @@ class Scheduler:
     finished_req_ids = ReadOnly(lambda self: {ours.metadata.request_id for ours in self.core.unreported_ends})
     """The ids of requests whose end the next step reports to the workers."""
 
-    def _others(self, queued: Sequence[VLLMRequest]) -> list[VLLMRequest]:
+    def _requests_neither_queued_nor_running(self, queued: Sequence[VLLMRequest]) -> list[VLLMRequest]:
         """vLLM's unfinished requests that are neither queued nor running."""
         known = {each.request_id for each in queued}
         known.update(ours.metadata.request_id for ours in self.core.running)
@@ -887,4 +899,4 @@ class Scheduler:
         return None if self._kv_events is None else self._kv_events.config
 
     def make_stats(self) -> SchedulerStats | None:
-        return None if self._statistics is None else self._statistics.take()
+        return None if self._statistics is None else self._statistics.take_stats()

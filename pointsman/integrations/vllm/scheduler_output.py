@@ -149,13 +149,13 @@ class OutputMaker:
         rows = output.rows
         if output.num_continued < len(output.requests):
             for row, request in zip(rows[output.num_continued :].tolist(), output.admitted, strict=True):
-                self._place(row, request)
+                self._store_admitted_row(row, request)
         self._requests = output.requests
         self._ids = self._id_of[rows].tolist()
         self._prompt_ends = self._prompt_end_of[rows]
         return self._ids
 
-    def _place(self, row: int, request: Request) -> None:
+    def _store_admitted_row(self, row: int, request: Request) -> None:
         """Store, for this row, the id and the end of the prompt of the request admitted to it."""
         if row >= len(self._id_of):
             self._id_of.resize(2 * row, refcheck=False)
@@ -190,14 +190,14 @@ class OutputMaker:
         cached = new_cached(
             ids[:count],
             set(),
-            self._sampled_before(output) if self._sends_tokens else [],
+            self._known_tokens_of_rows(output) if self._sends_tokens else [],
             self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
             new_blocks,
             computed,
             numbers,
         )
         made = self._new_output(
-            self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
+            self._add_admitted_rows(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
             cached,
             scheduled,
             total,
@@ -210,8 +210,8 @@ class OutputMaker:
         if num_drafts:
             made.num_spec_tokens_to_schedule = num_drafts
         if self._groups is not None:
-            made.new_block_ids_to_zero = self._groups.take_to_zero()
-            made.kv_cache_block_copies = self._groups.take_copies()
+            made.new_block_ids_to_zero = self._groups.take_blocks_to_zero()
+            made.kv_cache_block_copies = self._groups.take_block_copies()
         self._ids_before = ids
         return made
 
@@ -221,9 +221,9 @@ class OutputMaker:
         """The new blocks of each continued row, by group; None: the row has no new blocks."""
         count = output.num_continued
         if self._groups is not None:
-            return self._groups.take_new(ids[:count])
+            return self._groups.take_new_blocks(ids[:count])
         of_groups = output.block_groups.tolist()
-        if self._reported is not None and (unreported := self._reported.unreported(output)) is not None:
+        if self._reported is not None and (unreported := self._reported.unreported_blocks(output)) is not None:
             blocks, block_rows = [blocks[at] for at in unreported], [block_rows[at] for at in unreported]
             of_groups = [of_groups[at] for at in unreported] if of_groups else of_groups
         if not self._num_groups:
@@ -261,19 +261,19 @@ class OutputMaker:
     def _num_scheduled_tokens(self, output: Output, ids: list[str]) -> dict[str, int]:
         count = output.num_continued
         if output.total_num_scheduled_tokens == len(ids):
-            return self._ones(output, ids).copy()
-        if not self._decodes(output):
+            return self._one_for_each_id(output, ids).copy()
+        if not self._is_plain_decode(output):
             return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))
-        found = self._ones(output, ids).copy()
+        found = self._one_for_each_id(output, ids).copy()
         found.update(zip(ids[count:], output.num_scheduled_tokens[count:].tolist(), strict=True))
         return found
 
-    def _decodes(self, output: Output) -> bool:
+    def _is_plain_decode(self, output: Output) -> bool:
         """Whether every continued row computes one token."""
         count, total = output.num_continued, output.total_num_scheduled_tokens
         return total == output.num_rows or total - sum(output.num_scheduled_tokens[count:].tolist()) == count
 
-    def _ones(self, output: Output, ids: list[str]) -> dict[str, int]:
+    def _one_for_each_id(self, output: Output, ids: list[str]) -> dict[str, int]:
         """A dictionary with 1 for each id, in order. It is made by updating the dictionary of an earlier output,
         because a new one takes ten times as long."""
         ones = self._one_each
@@ -292,7 +292,7 @@ class OutputMaker:
         """Number of output tokens of each continued row at the end of this step, including tokens in flight."""
         count = output.num_continued
         numbers: list[int]
-        if self._decodes(output):
+        if self._is_plain_decode(output):
             numbers = (output.num_computed_tokens[:count] - self._prompt_ends[:count]).tolist()
         else:
             ends = output.num_computed_tokens[:count] + output.num_scheduled_tokens[:count]
@@ -316,14 +316,14 @@ class OutputMaker:
         continued = zip(ids[: output.num_continued], output.continued, strict=True)
         return {name: request.all_token_ids.tolist() for name, request in continued if name not in before}
 
-    def _sampled_before(self, output: Output) -> list[list[int]]:
+    def _known_tokens_of_rows(self, output: Output) -> list[list[int]]:
         """For each continued row: the known tokens that the row computes in this step."""
         starts = output.num_computed_tokens.tolist()
         counts = (output.num_scheduled_tokens - output.num_draft_tokens).tolist()
         rows = zip(output.continued, starts, counts, strict=False)
         return [request.tokens(start, start + count).tolist() for request, start, count in rows]
 
-    def _admitted(
+    def _add_admitted_rows(
         self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: CachedRequestData
     ) -> list[NewRequestData]:
         """The admitted rows as new requests; rows that the first runner reads as resumed are added to `cached`."""
@@ -342,7 +342,7 @@ class OutputMaker:
             data = new_request_data(
                 ids[index],
                 of_vllm.prompt_token_ids,
-                self._inputs(of_vllm.mm_features, num_hits) if of_vllm.mm_features else [],
+                self._inputs_for_workers(of_vllm.mm_features, num_hits) if of_vllm.mm_features else [],
                 of_vllm.sampling_params,
                 of_vllm.pooling_params,
                 own,
@@ -358,7 +358,7 @@ class OutputMaker:
             new.append(data)
         return new
 
-    def _inputs(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
+    def _inputs_for_workers(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
         """The encoder inputs of an admitted request. For vLLM's second model runner, the inputs within the cached
         prefix have no payload. The first runner keeps the inputs until the request has finished, and needs their
         payload if the request is preempted and the prefix evicted."""
@@ -395,7 +395,7 @@ class _ReportedBlocks:
         self._places: Int64Array = np.zeros(64, dtype=np.int64)
         """Number of reported blocks, by row."""
 
-    def unreported(self, output: Output) -> list[int] | None:
+    def unreported_blocks(self, output: Output) -> list[int] | None:
         """Indices of the output's blocks that were not reported, if the output has whole tables; None: no block was
         reported. Call this exactly once for every output."""
         rows = output.rows

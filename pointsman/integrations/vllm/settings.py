@@ -94,7 +94,7 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
     """
     given = _pointsman_section(additional_config, KNOBS | _OF_DROP_IN)
     if not isinstance(given, Mapping):
-        raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object of knobs")
+        raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object with knobs")
     knobs = dict(given)
     preset = knobs.pop("preset", "default")
     socket = knobs.pop("socket", None)
@@ -112,18 +112,21 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
     if preset not in (known := ("default", "auto", *SYSTEMS)):
         raise ConfigError(
-            f"the preset {preset!r} is unknown here; choose one of {', '.join(known)} (others for serving, such as "
-            f"{next(name for name in PRESETS if name not in known)}, set what vLLM's own flags set)"
+            f"preset in --additional-config is {preset!r}; choose one of {', '.join(known)} (other presets, such as "
+            f"{next(name for name in PRESETS if name not in known)}, set knobs that vLLM's own flags set)"
         )
     if preset == "vllm" and is_before(version, "0.33"):
         preset = "vllm-0.32"
     for name in knobs:
         if name in FLAGS:
-            raise ConfigError(f"{name} is vLLM's own: set it with {FLAGS[name] or 'nothing, it follows the model'}")
+            raise ConfigError(
+                f"{name} in --additional-config has no effect: vLLM takes it from {FLAGS[name] or 'the model'}; leave "
+                "it out"
+            )
         if name == "preemption_mode":
             raise ConfigError(
                 f"preemption_mode is {knobs[name]!r}: swapping needs host memory behind the KV cache, and with this "
-                "scheduler vLLM has none, as KV connectors do not run; leave it out"
+                "scheduler vLLM has none, as KV connectors do not run; leave preemption_mode out"
             )
         if name not in KNOBS:
             choice = ", ".join(sorted(KNOBS | _OF_DROP_IN))
@@ -147,8 +150,8 @@ def read_observer_settings(additional_config: Any) -> str | None:
         )
     if others := sorted(set(given) - {"record"}):
         raise ConfigError(
-            f"{others[0]} in --additional-config has no effect on Observer, which leaves every decision to vLLM: leave "
-            "it out, or run pointsman.integrations.vllm.Scheduler"
+            f"{others[0]} in --additional-config has no effect on Observer, as vLLM makes every decision; leave "
+            "this key out, or run pointsman.integrations.vllm.Scheduler"
         )
     record = given.get("record")
     if record is not None and not _is_path(record):
@@ -219,14 +222,14 @@ def scheduler_config(
         "long_prefill_token_threshold_adaptive": threshold > 0
         and getattr(scheduler, "long_prefill_token_threshold_adaptive", False),
         "enable_prefix_caching": bool(cache.enable_prefix_caching),
-        "watermark": _watermark(scheduler.watermark, kv_cache_config.num_blocks),
+        "watermark": _to_usable_share(scheduler.watermark, kv_cache_config.num_blocks),
         "full_sequence_must_fit": scheduler.scheduler_reserve_full_isl,
         "max_loras": vllm_config.lora_config.max_loras if vllm_config.lora_config is not None else 0,
         "num_draft_tokens": vllm_config.num_speculative_tokens,
         "enable_kv_cache_events": events is not None and events.enable_kv_cache_events,
         "encoder_budget": encoder_budget,
         "encoder_cache_size": encoder_cache_size,
-        "split_encoder_inputs": _splits(vllm_config, version) if encoder_budget else True,
+        "split_encoder_inputs": _splits_encoder_inputs(vllm_config, version) if encoder_budget else True,
         "keep_embeddings": not (encoder_budget and vllm_config.model_config.is_encoder_decoder),
         "order": order,
     }
@@ -240,14 +243,14 @@ def scheduler_config(
     return SchedulerConfig(**settled)
 
 
-def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
+def _splits_encoder_inputs(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
     """Whether a chunk of a prompt may end within an image, as a value of `split_encoder_inputs`."""
     if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
         return True
     return "begun" if is_before(version, "0.33") else False
 
 
-def _watermark(share: float, num_blocks: int) -> float:
+def _to_usable_share(share: float, num_blocks: int) -> float:
     """Convert vLLM's watermark, a `share` of all `num_blocks`, to a share of the usable blocks: the result is the same
     number of blocks. vLLM rounds this number down."""
     blocks = int(share * num_blocks)

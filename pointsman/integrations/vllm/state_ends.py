@@ -53,27 +53,29 @@ class StateEnds:
         self._has_checkpoints = all(spec.num_prefill_checkpoint_blocks > 0 for spec in specs)
         self._checkpoint_alignment = specs[0].prefill_checkpoint_alignment
 
-    def cut(self, start: int, want: int, most: int, num_prompt_tokens: int, num_tokens: int, junction: int) -> int:
-        """Number of tokens from `start` on that a request may compute in this step, at most `want`.
+    def limit_chunk(
+        self, start: int, max_now: int, max_later: int, num_prompt_tokens: int, num_tokens: int, junction: int
+    ) -> int:
+        """Number of tokens from `start` on that a request may compute in this step, at most `max_now`.
 
         Args:
-            most: maximum number of tokens that the request might compute in another step.
+            max_later: maximum number of tokens that the request might compute in another step.
             num_tokens: number of known tokens of the request: its prompt, and its output before a preemption.
             junction: end of the prefix that the request shares with other requests, if no state is stored at this end;
                 0: no such prefix.
 
         Returns:
-            0: the request waits for a step with enough tokens to reach a boundary.
+            The number of tokens; 0: the request waits for a step with enough tokens to reach a boundary.
         """
         prefill_end = max(num_prompt_tokens, num_tokens - 1)
         if start >= prefill_end:
-            return want
-        size, end = self.size, start + want
-        keeps_within = end >= prefill_end and self._keeps_within(start, end, prefill_end)
+            return max_now
+        size, end = self.size, start + max_now
+        keeps_within = end >= prefill_end and self._stores_state_within(start, end, prefill_end)
         if end < prefill_end:
             boundary = end // size * size
             # A request that never gets tokens for a whole block ends a chunk within the block, then one at its end.
-            if boundary > start or size <= min(most, self._max_chunk):
+            if boundary > start or size <= min(max_later, self._max_chunk):
                 end = boundary
         stops = [] if keeps_within else [(num_tokens - self._num_left) // size * size]
         last = stops[0] if stops else 0
@@ -87,7 +89,7 @@ class StateEnds:
             stops.append(start + (junction - start) // size * size)
         return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
 
-    def _keeps_within(self, start: int, end: int, prefill_end: int) -> bool:
+    def _stores_state_within(self, start: int, end: int, prefill_end: int) -> bool:
         """Whether the layers can store, in the middle of this chunk, the state at the last boundary before the end of
         the prefill."""
         return self._has_checkpoints and bool(

@@ -60,14 +60,14 @@ class Statistics:
         work = ModelMetrics(vllm_config) if vllm_config.observability_config.enable_mfu_metrics else None
         self._work = work if work is not None and work.is_enabled() else None
 
-    def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
+    def count_lookup(self, request: Request, num_hits: int, is_resumed: bool) -> None:
         """Count a lookup in the prefix cache: for this admitted request it found `num_hits` tokens."""
         if self._counts_lookups and request.reads_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
             self._prefix.record(request.num_admitted_tokens, num_hits, is_resumed)
 
-    def verified(self, proposed: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
+    def count_verified(self, proposed: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
         """Count verified drafts; `proposed` [rows]: number of drafts of each row, `accepted` [rows]: number of accepted
         drafts."""
         if not len(proposed):
@@ -87,8 +87,8 @@ class Statistics:
         self._prefix = PrefixCacheStats()
         self._prefix.reset = True
 
-    def take(self, of_vllm: VLLMOutput | None = None, result: ModelRunnerOutput | None = None) -> SchedulerStats:
-        """vLLM's `SchedulerStats`: the counts since the last call of `take`, and the current values of the gauges.
+    def take_stats(self, of_vllm: VLLMOutput | None = None, result: ModelRunnerOutput | None = None) -> SchedulerStats:
+        """vLLM's `SchedulerStats`: the counts since the last call, and the current values of the gauges.
 
         Args:
             of_vllm: vLLM's `SchedulerOutput` of the updated step; None: no step was updated.
@@ -104,10 +104,10 @@ class Statistics:
             if result.cudagraph_stats is not None:
                 stats.cudagraph_stats = result.cudagraph_stats
             if self._work is not None:
-                stats.perf_stats = self._estimate(of_vllm)
+                stats.perf_stats = self._estimate_work(of_vllm)
         return stats
 
-    def _estimate(self, of_vllm: VLLMOutput) -> PerfStats:
+    def _estimate_work(self, of_vllm: VLLMOutput) -> PerfStats:
         assert self._work is not None
         return self._work.get_step_perf_stats_per_gpu(of_vllm)
 
@@ -132,14 +132,14 @@ class Drafts:
         if self._detail != "none" and request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._num_drafts)
 
-    def verified(self, output: SchedulerOutput, result: StepResult, update: StepUpdate) -> None:
+    def count_verified(self, output: SchedulerOutput, result: StepResult, update: StepUpdate) -> None:
         """Count the verified drafts of a step. Drafts behind a stop token count, as in vLLM. Drafts of requests that
         finished while the step was in flight do not count."""
         assert result.counts is not None
         which = ((output.num_draft_tokens > 0) & (update.counts > 0)).nonzero()[0]
         proposed, accepted = output.num_draft_tokens[which], np.asarray(result.counts)[which] - 1
         if self._statistics is not None:
-            self._statistics.verified(proposed, accepted)
+            self._statistics.count_verified(proposed, accepted)
         if self._detail == "none":
             return
         for index, num_drafts, num_accepted in zip(which.tolist(), proposed.tolist(), accepted.tolist(), strict=True):

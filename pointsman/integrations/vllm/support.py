@@ -437,8 +437,8 @@ def check_recording(record: str | None) -> None:
         raise ConfigError(
             Refusal(
                 "record",
-                f"record in --additional-config is {record!r}, and the model keeps its KV in several groups, whose "
-                "blocks vLLM's manager owns, so decisions cannot be replayed: leave it out, and watch the "
+                f"record in --additional-config is {record!r}, but vLLM's manager owns the blocks of this model's "
+                "several KV groups, so decisions cannot be replayed; leave record out, and watch the "
                 "run with pointsman play --socket",
             )
         )

@@ -70,7 +70,7 @@ class _Live:
         source: Source = vars(self)["_pointsman"]
         return source
 
-    def _take_tokens(self) -> None:
+    def _update_token_lists(self) -> None:
         """Update vLLM's lists of tokens. For a request with a grammar these lists are always up to date."""
         if self.use_structured_output:
             return
@@ -82,7 +82,7 @@ class _Live:
         elif (more := ours.num_tokens - len(self._all_token_ids)) > 0:
             self.append_output_token_ids(ours.all_token_ids[-more:].tolist())
 
-    def _refuse(self, name: str, value: Any) -> NoReturn:
+    def _refuse_write(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
             f"{name} of request {self.request_id!r} is decided by Pointsman's scheduler, and cannot be set to "
             f"{value!r}: call finish_requests to end the request"
@@ -95,7 +95,7 @@ class _Live:
 
     @status.setter
     def status(self, value: Any) -> None:
-        self._refuse("status", value)
+        self._refuse_write("status", value)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -106,7 +106,7 @@ class _Live:
     @num_computed_tokens.setter
     def num_computed_tokens(self, value: int) -> None:
         if value != self.num_computed_tokens:  # vLLM's KV manager sets the value that is current anyway
-            self._refuse("num_computed_tokens", value)
+            self._refuse_write("num_computed_tokens", value)
 
     @property
     def num_preemptions(self) -> int:
@@ -116,7 +116,7 @@ class _Live:
 
     @num_preemptions.setter
     def num_preemptions(self, value: int) -> None:
-        self._refuse("num_preemptions", value)
+        self._refuse_write("num_preemptions", value)
 
     @property
     def num_output_placeholders(self) -> int:
@@ -127,7 +127,7 @@ class _Live:
 
     @num_output_placeholders.setter
     def num_output_placeholders(self, value: int) -> None:
-        self._refuse("num_output_placeholders", value)
+        self._refuse_write("num_output_placeholders", value)
 
     @property
     def spec_token_ids(self) -> list[int]:
@@ -137,7 +137,7 @@ class _Live:
 
     @spec_token_ids.setter
     def spec_token_ids(self, value: list[int]) -> None:
-        self._refuse("spec_token_ids", value)
+        self._refuse_write("spec_token_ids", value)
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -150,28 +150,28 @@ class _Live:
 
     @is_prefill_chunk.setter
     def is_prefill_chunk(self, value: bool) -> None:
-        self._refuse("is_prefill_chunk", value)
+        self._refuse_write("is_prefill_chunk", value)
 
     @property
     def num_tokens(self) -> int:
-        self._take_tokens()
+        self._update_token_lists()
         return len(self._all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        self._take_tokens()
+        self._update_token_lists()
         return len(self._output_token_ids)
 
     @property
     def output_token_ids(self) -> Any:
         """The output tokens, as vLLM's read-only list."""
-        self._take_tokens()
+        self._update_token_lists()
         return vars(self)["output_token_ids"]
 
     @property
     def all_token_ids(self) -> Any:
         """The tokens of prompt and output, as vLLM's read-only list."""
-        self._take_tokens()
+        self._update_token_lists()
         return vars(self)["all_token_ids"]
 
 
@@ -180,7 +180,7 @@ def _live_class(of_vllm: type[VLLMRequest]) -> Any:
     return type(of_vllm.__name__, (_Live, of_vllm), {"__module__": of_vllm.__module__})
 
 
-def show(request: VLLMRequest, source: Source) -> None:
+def show_core_state(request: VLLMRequest, source: Source) -> None:
     """Make a queued request of vLLM's show the state of the core's request from now on."""
     if not isinstance(request, _Live):
         vars(request)["_pointsman"] = source
@@ -193,7 +193,7 @@ def set_status(request: VLLMRequest, status: RequestStatus) -> None:
     vars(request)["status"] = status
 
 
-def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
+def keep_final_state(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
     """Keep the final state of the core's request, which has finished and is dropped; `tokens`: whether to keep the
     request's tokens too."""
     values = vars(request)
@@ -240,15 +240,15 @@ class ReadOnlyList(list["VLLMRequest"]):
             raise IndexError("no request waits")
         return self[0]
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse_write(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "the requests of Pointsman's scheduler are read-only here: call add_request, finish_requests or "
             "set_pause_state of the scheduler"
         )
 
-    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-    add_request = pop_request = prepend_request = prepend_requests = remove_request = remove_requests = _refuse
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse_write
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse_write
+    add_request = pop_request = prepend_request = prepend_requests = remove_request = remove_requests = _refuse_write
 
 
 class ReadOnlyDict(Mapping[str, "VLLMRequest"]):
@@ -269,13 +269,13 @@ class ReadOnlyDict(Mapping[str, "VLLMRequest"]):
     def __repr__(self) -> str:
         return repr(self._requests)
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse_write(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "the requests of Pointsman's scheduler are read-only here: call add_request or finish_requests of the "
             "scheduler"
         )
 
-    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse_write
 
 
 class BlockPoolView:

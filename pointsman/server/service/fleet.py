@@ -344,7 +344,7 @@ class EngineFleet:
                 self._active_limit = question
             case ResetPrefixCache() | Pause(clear_cache=True):
                 if self._router is not None:
-                    self._router.forget()
+                    self._router.clear_index()
 
     def _set_priority(self, question: SetPriority, changed: Sequence[str]) -> list[str]:
         """Change the priority of requests that wait for an engine. For the requests `changed`, whose engine has changed
@@ -365,7 +365,7 @@ class EngineFleet:
         """Restart engine `index`, which has ended by itself or counts as dead, and resume its requests."""
         self._num_hangs[index] += self.engines[index].is_hung
         if self._router is not None:
-            self._router.forget(index)
+            self._router.clear_index(index)
         if self._is_stopping:
             for stream in orphans:
                 stream.fail(EngineDeadError(why))

@@ -85,7 +85,7 @@ class Outcome:
     """Largest error of the backend, in units of the type."""
     rms: float = 0.0
     torch_rms: float = 0.0
-    """The same for PyTorch's backend."""
+    """Largest error of PyTorch's backend, in units of the type."""
     num_steps: int = 0
     wrong: list[str] = field(default_factory=list)
 

@@ -189,7 +189,7 @@ def _serve_continuous(manager: Any, job: Job, name: str, seconds: float) -> tupl
         result = manager.get_result(timeout=0.2)
         if result is None:
             if not manager.is_running():
-                raise RuntimeError("its thread ended before all requests had")
+                raise RuntimeError("the generation thread ended before all requests had ended")
             continue
         if result.error is not None:
             raise RuntimeError(f"request {result.request_id} failed: {result.error}")

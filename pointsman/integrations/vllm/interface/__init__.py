@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pointsman.integrations.vllm.interface.calls import expected_of_scheduler, new_arguments
+from pointsman.integrations.vllm.interface.calls import new_arguments, scheduler_assumptions
 from pointsman.integrations.vllm.interface.sources import Class, Module, Sources
 from pointsman.integrations.vllm.interface.uses import VLLM, Assumption, Reader
 
@@ -97,10 +97,10 @@ def examine(folder: Path | None = None) -> Findings:
     Raises:
         NoVLLM: there is no vLLM in the folder.
     """
-    return _examine(_package(folder))
+    return _examine(_find_package(folder))
 
 
-def _package(folder: Path | None) -> Path:
+def _find_package(folder: Path | None) -> Path:
     if folder is None:
         spec = importlib.util.find_spec(VLLM)
         locations = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -111,7 +111,8 @@ def _package(folder: Path | None) -> Path:
         if (each / "v1").is_dir() and (each / "__init__.py").is_file():
             return each.resolve()
     raise NoVLLM(
-        f"there is no vLLM in {where}; give --sources with a folder that has its package vllm, like an unpacked wheel"
+        f"there is no vLLM in {where}; give --sources with a folder that contains the package vllm, such as an "
+        "unpacked wheel"
     )
 
 
@@ -120,9 +121,9 @@ def _examine(package: Path) -> Findings:
     ours = Path(__file__).resolve().parents[3]
     sources = Sources({VLLM: package, "pointsman": ours})
     reader = Reader(sources)
-    reader.read(_modules_of_ours(sources))
+    reader.read(_drop_in_modules(sources))
     scheduler = _class(sources, f"{PACKAGE}.scheduler", "Scheduler")
-    assumptions = [*reader.assumptions.values(), *expected_of_scheduler(sources, scheduler)]
+    assumptions = [*reader.assumptions.values(), *scheduler_assumptions(sources, scheduler)]
     new = [
         Assumption("field", reader.made_at[kind], f"{kind.name}.{name}", True, "stays at its default")
         for kind, known in reader.made.items()
@@ -131,11 +132,15 @@ def _examine(package: Path) -> Findings:
     ]
     new += new_arguments(sources, scheduler)
     return Findings(
-        _version(package), str(package), _with_homes(sources, assumptions), new, _with_homes(sources, reader.fallbacks)
+        _read_version(package),
+        str(package),
+        _add_defining_modules(sources, assumptions),
+        new,
+        _add_defining_modules(sources, reader.fallbacks),
     )
 
 
-def _modules_of_ours(sources: Sources) -> list[Module]:
+def _drop_in_modules(sources: Sources) -> list[Module]:
     """The modules of the drop-in, without the modules of this package."""
     found = sources.modules_under(PACKAGE)
     return [module for module in found if not module.name.startswith(__name__) and module.name != PACKAGE]
@@ -149,20 +154,20 @@ def _class(sources: Sources, module: str, name: str) -> Class:
     return kind
 
 
-def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
+def _add_defining_modules(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
     """`assumptions`; where an imported name is missing, `found` also lists the modules of vLLM that now define the
     name."""
     found = []
     for each in assumptions:
         if each.kind == "name" and each.holds is False:
-            modules = sources.defining(VLLM, each.expected.rpartition(".")[2])
+            modules = sources.modules_defining(VLLM, each.expected.rpartition(".")[2])
             if modules:
                 each = replace(each, found=f"{each.found}; {', '.join(modules[:3])} has it")
         found.append(each)
     return found
 
 
-def _version(package: Path) -> str:
+def _read_version(package: Path) -> str:
     """The version of vLLM in its sources; "?": the sources have no version."""
     path = package / "_version.py"
     if path.is_file():

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pointsman.integrations.vllm.interface.sources import Arguments, Class, Module, Signature, Sources
-from pointsman.integrations.vllm.interface.uses import Assumption, misfit
+from pointsman.integrations.vllm.interface.uses import Assumption, override_problem
 
 INTERFACE = ("vllm.v1.core.sched.interface", "SchedulerInterface")
 READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
 """Packages of vLLM's in which every variable named `scheduler` is a scheduler."""
 
 
-def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
+def scheduler_assumptions(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Yield vLLM's assumptions about a scheduler, each checked against our class."""
-    yield from _checked_methods(sources, ours)
+    yield from _check_methods(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
-            yield from _checked_uses(module, ours)
+            yield from _check_uses(module, ours)
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
@@ -33,10 +33,10 @@ def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
         own, theirs = ours.member(name), kind.member(name)
         if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
             continue
-        if misfit(own.function, theirs.function, with_defaults=False) is None:
-            problem = misfit(own.function, theirs.function, with_defaults=True)
+        if override_problem(own.function, theirs.function, with_defaults=False) is None:
+            problem = override_problem(own.function, theirs.function, with_defaults=True)
             if problem is not None:
-                place = _place(kind.module.path, theirs.node)
+                place = _file_and_line(kind.module.path, theirs.node)
                 yield Assumption("scheduler", place, f"{ours.name}.{name}", True, problem)
 
 
@@ -49,7 +49,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
                 yield name, kind
 
 
-def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
+def _check_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Yield an assumption for each abstract method of vLLM's interface, checked against our class."""
     found = False
     for name, kind in _methods(sources):
@@ -61,40 +61,40 @@ def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
         elif own.function is not None and theirs.function is not None and not theirs.is_property:
             if name == "__init__":  # vLLM passes all arguments by keyword
                 names = frozenset(each.name for each in Signature.of(theirs.function.node, bound=True).parameters)
-                problem = Signature.of(own.function.node, bound=True).problem(Arguments(0, names))
+                problem = Signature.of(own.function.node, bound=True).call_problem(Arguments(0, names))
             else:
-                problem = misfit(own.function, theirs.function, with_defaults=False)
-        place = _place(kind.module.path, theirs.node)
+                problem = override_problem(own.function, theirs.function, with_defaults=False)
+        place = _file_and_line(kind.module.path, theirs.node)
         yield Assumption("scheduler", place, f"{ours.name}.{name}", problem is None, problem or "")
     if not found:
         yield Assumption("scheduler", "", ".".join(INTERFACE), False, "it is not there, or has no abstract methods")
 
 
-def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
+def _check_uses(module: Module, ours: Class) -> Iterator[Assumption]:
     """Check the attributes of a scheduler that a module of vLLM's reads or calls."""
     nodes = list(ast.walk(module.tree))
     asked = {name for node in nodes if isinstance(node, ast.Call) for name in _optional_attributes(node)}
     for node in nodes:
-        place = _place(module.path, node)
+        place = _file_and_line(module.path, node)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
-                yield _checked_call(place, ours.name, ours.constructor, Arguments.of(node.value))
+                yield _check_call(place, ours.name, ours.constructor, Arguments.of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_scheduler(node.func.value):
             member = ours.member(node.func.attr)
             if member is not None and member.function is not None and not member.is_property:
                 signature = Signature.of(member.function.node, bound=True)
-                yield _checked_call(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
+                yield _check_call(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
         elif isinstance(node, ast.Attribute) and _is_scheduler(node.value) and node.attr not in asked:
-            holds = ours.has(node.attr)
+            holds = ours.has_attribute(node.attr)
             found = "" if holds else f"vLLM reads scheduler.{node.attr}, which ours lacks"
             yield Assumption("scheduler", place, f"{ours.name}.{node.attr}", holds, found)
 
 
-def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
+def _check_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
     """The assumption that our method `name` accepts the arguments that vLLM passes. `signature`: the method's
     signature; None: it is unknown, and the assumption counts as true."""
-    problem = None if signature is None else signature.problem(given)
+    problem = None if signature is None else signature.call_problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
 
@@ -113,7 +113,7 @@ def _is_scheduler(node: ast.expr) -> bool:
     return name == "scheduler"
 
 
-def _place(path: Path, node: ast.AST) -> str:
+def _file_and_line(path: Path, node: ast.AST) -> str:
     """Path and line of a node in a file of vLLM's; the path begins with the name of vLLM's package."""
     parts = path.parts
     start = len(parts) - 1 - parts[::-1].index("vllm")

@@ -79,9 +79,9 @@ class Module:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name == "*":
-                    self.stars.append(self.absolute(node))
+                    self.stars.append(self.absolute_name(node))
                 else:
-                    found.append((alias.asname or alias.name, Imported(self.absolute(node), alias.name)))
+                    found.append((alias.asname or alias.name, Imported(self.absolute_name(node), alias.name)))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
@@ -97,7 +97,7 @@ class Module:
             if not for_types_alone:
                 self.runtime.add(name)
 
-    def absolute(self, node: ast.ImportFrom) -> str:
+    def absolute_name(self, node: ast.ImportFrom) -> str:
         """The absolute name of an import's module."""
         if not node.level:
             return node.module or ""
@@ -106,7 +106,7 @@ class Module:
         return ".".join([*parts, node.module] if node.module else parts)
 
     @cached_property
-    def lazy(self) -> dict[str, Imported]:
+    def lazy_names(self) -> dict[str, Imported]:
         """Names that the module's `__getattr__` imports, by name; read from a dictionary "name": "module:name" in the
         module."""
         found: dict[str, Imported] = {}
@@ -199,7 +199,7 @@ class Class:
         for base in self.node.bases:
             if isinstance(base, ast.Subscript):
                 base = base.value
-            what = self._sources.evaluated(self.module, base)
+            what = self._sources.resolve(self.module, base)
             found.append(what if isinstance(what, Class) else External(_last_name(base)))
         return tuple(found)
 
@@ -250,7 +250,7 @@ class Class:
                 return each.own_members[name]
         return None
 
-    def has(self, name: str) -> bool | None:
+    def has_attribute(self, name: str) -> bool | None:
         """Whether instances of the class have an attribute; None: unknown."""
         if self.member(name) is not None or name in dir(object):
             return True
@@ -284,7 +284,7 @@ class Class:
                 if kind.endswith("KW_ONLY"):
                     is_named = True
                     continue
-                options = _options(node.value)
+                options = _field_options(node.value)
                 if options.get("init") is False:
                     found.pop(node.target.id, None)
                     continue
@@ -369,7 +369,7 @@ class Signature:
         ]
         return Signature(parameters, given.vararg is not None, given.kwarg is not None)
 
-    def problem(self, given: Arguments) -> str | None:
+    def call_problem(self, given: Arguments) -> str | None:
         """Why a call with these arguments fails; None: it succeeds."""
         by_place = [each for each in self.parameters if not each.is_keyword_only]
         if given.num_positional > len(by_place) and not self.takes_more_positional:
@@ -465,8 +465,8 @@ class Sources:
             return External(f"{module.name}.{name}")
         seen = seen | {(module.name, name)}
         what = module.names.get(name)
-        if name in module.lazy:
-            what = module.lazy[name]
+        if name in module.lazy_names:
+            what = module.lazy_names[name]
         elif at_runtime and name not in module.runtime:
             what = None
         if isinstance(what, Imported):
@@ -487,7 +487,7 @@ class Sources:
             if inner is not None:
                 return inner
         otherwise = module.names.get("__getattr__")
-        if otherwise is None or module.lazy:
+        if otherwise is None or module.lazy_names:
             return None
         knows = isinstance(otherwise, ast.FunctionDef) and any(
             isinstance(each, ast.Constant) and each.value == name for each in ast.walk(otherwise)
@@ -506,19 +506,19 @@ class Sources:
             return target if what.name is None or target is None else External(f"{what.module}.{what.name}")
         return self._find(target, what.name, at_runtime, seen)
 
-    def evaluated(self, module: Module, node: ast.expr) -> Definition | Class | None:
+    def resolve(self, module: Module, node: ast.expr) -> Definition | Class | None:
         """The definition to which a name with dots refers in a module; None: unknown."""
         if isinstance(node, ast.Name):
             return self.find(module, node.id)
         if isinstance(node, ast.Attribute):
-            value = self.evaluated(module, node.value)
+            value = self.resolve(module, node.value)
             if isinstance(value, Module):
                 return self.find(value, node.attr)
             if isinstance(value, External):
                 return External(f"{value.name}.{node.attr}")
         return None
 
-    def defining(self, package: str, name: str) -> list[str]:
+    def modules_defining(self, package: str, name: str) -> list[str]:
         """The modules of a package that define a class or function of this name. Searches the text of all modules."""
         folder = self.packages[package]
         definition = re.compile(rf"^(class|def|async def) {re.escape(name)}\b", re.MULTILINE)
@@ -584,7 +584,7 @@ def assigned_to_self(
                     yield each.attr, node
 
 
-def _options(value: ast.expr | None) -> dict[str, object]:
+def _field_options(value: ast.expr | None) -> dict[str, object]:
     """The keyword arguments with constant values in a field's value, such as `init` in `field(init=False)`."""
     if not isinstance(value, ast.Call):
         return {}

@@ -72,7 +72,7 @@ class Bases:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A constructor of one of vLLM's records, as `support.maker` returns it."""
+    """A function that constructs one of vLLM's records: the result of a call of our function `maker`."""
 
     kind: Class
     fields: tuple[str, ...]
@@ -112,17 +112,17 @@ class Scope:
     names: dict[str, list[Local]] = field(default_factory=dict)
     known: dict[str, Type] = field(default_factory=dict)
 
-    def within(self, known: Mapping[str, Type]) -> Scope:
+    def child_scope(self, known: Mapping[str, Type]) -> Scope:
         """A scope within this scope, in which the names in `known` have the types given there."""
         return Scope(self.module, self, self.owner, known=dict(known))
 
 
-def joined(types: Iterable[Type]) -> Type:
+def join_types(types: Iterable[Type]) -> Type:
     """The options of several types, as one type."""
     return tuple(dict.fromkeys(option for each in types for option in each))
 
 
-def instances(kind: Type) -> Iterator[Class]:
+def instance_classes(kind: Type) -> Iterator[Class]:
     for option in kind:
         if isinstance(option, Instance):
             yield option.kind
@@ -146,14 +146,14 @@ class Types:
         self._attributes: dict[tuple[Class, str], Type] = {}
         self._functions: dict[ast.AST, Scope] = {}
 
-    def forget(self) -> None:
+    def forget_types(self) -> None:
         """Drop all inferred types, so that they are inferred again with the types that `carried` has got since."""
         self._attributes.clear()
         self._functions.clear()
 
     # ------------------------------------------------------------------ annotations
 
-    def annotated(self, module: Module, node: ast.expr | None, owner: Class | None = None, depth: int = 0) -> Type:
+    def annotated_type(self, module: Module, node: ast.expr | None, owner: Class | None = None, depth: int = 0) -> Type:
         """The type that an annotation names."""
         if node is None or depth > 20:
             return (UNKNOWN,)
@@ -162,34 +162,34 @@ class Types:
                 return ()
             if not isinstance(node.value, str):
                 return (UNKNOWN,)
-            return self.annotated(module, ast.parse(node.value.strip(), mode="eval").body, owner, depth + 1)
+            return self.annotated_type(module, ast.parse(node.value.strip(), mode="eval").body, owner, depth + 1)
         if isinstance(node, ast.BinOp):
-            return joined(self.annotated(module, each, owner, depth + 1) for each in (node.left, node.right))
+            return join_types(self.annotated_type(module, each, owner, depth + 1) for each in (node.left, node.right))
         if isinstance(node, ast.Subscript):
-            return self._parametrised(module, node, owner, depth)
+            return self._parametrised_type(module, node, owner, depth)
         if isinstance(node, ast.Name) and node.id == "Self":
             return (UNKNOWN,) if owner is None else (Instance(owner),)
         if owner is not None and isinstance(node, ast.Name):
             inner = owner.member(node.id)
             if inner is not None and isinstance(inner.node, ast.ClassDef):
                 return (Instance(self.sources.class_of(inner.owner.module, inner.node)),)
-        what = self.sources.evaluated(module, node)
+        what = self.sources.resolve(module, node)
         if isinstance(what, Class):
             return (Instance(what),)
         if isinstance(what, Variable) and what.node.value is not None and not isinstance(what.node.value, ast.Call):
-            return self.annotated(what.module, what.node.value, None, depth + 1)
+            return self.annotated_type(what.module, what.node.value, None, depth + 1)
         return (UNKNOWN,)
 
-    def _parametrised(self, module: Module, node: ast.Subscript, owner: Class | None, depth: int) -> Type:
+    def _parametrised_type(self, module: Module, node: ast.Subscript, owner: Class | None, depth: int) -> Type:
         base = node.value
         name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
         def of(part: ast.expr) -> Type:
-            return self.annotated(module, part, owner, depth + 1)
+            return self.annotated_type(module, part, owner, depth + 1)
 
         if name in _TRANSPARENT:
-            return joined(of(part) for part in parts)
+            return join_types(of(part) for part in parts)
         if name == "Annotated":
             return of(parts[0])
         if name in _LISTS:
@@ -204,12 +204,12 @@ class Types:
             return tuple(each.kind if isinstance(each, Instance) else UNKNOWN for each in of(parts[0]))
         if name == "Callable":
             return (Container("callable", (of(parts[-1]),)),)
-        what = self.sources.evaluated(module, base)
+        what = self.sources.resolve(module, base)
         return (Instance(what),) if isinstance(what, Class) else (UNKNOWN,)
 
     # ------------------------------------------------------------------ names
 
-    def scope_of(
+    def function_scope(
         self, node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module, owner: Class | None, parent: Scope | None
     ) -> Scope:
         """The scope of a function's body."""
@@ -230,26 +230,26 @@ class Types:
                 first = arguments.pop(0)
                 scope.known[first.arg] = (scope.owner if is_of_class else Instance(scope.owner),)
         for each in [*arguments, *node.args.kwonlyargs]:
-            scope.known[each.arg] = self.annotated(scope.module, each.annotation, scope.owner)
+            scope.known[each.arg] = self.annotated_type(scope.module, each.annotation, scope.owner)
         for star in (node.args.vararg, node.args.kwarg):
             if star is not None:
                 scope.known[star.arg] = (UNKNOWN,)
 
     def _bind_statement(self, scope: Scope, node: ast.AST) -> None:
         def bind(target: ast.expr, value: Local) -> None:
-            for name, part in self._targets(target, value):
+            for name, part in self._assigned_names(target, value):
                 scope.names.setdefault(name, []).append(part)
 
         if isinstance(node, ast.AnnAssign):
             kind = node.annotation
-            bind(node.target, lambda at: self.annotated(at.module, kind, at.owner))
+            bind(node.target, lambda at: self.annotated_type(at.module, kind, at.owner))
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 bind(target, lambda at, value=node.value: self.infer(value, at))  # type: ignore[misc]
         elif isinstance(node, ast.NamedExpr):
             bind(node.target, lambda at: self.infer(node.value, at))
         elif isinstance(node, ast.For | ast.AsyncFor):
-            bind(node.target, lambda at: self.element(self.infer(node.iter, at)))
+            bind(node.target, lambda at: self.element_type(self.infer(node.iter, at)))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             bind(node.optional_vars, lambda at: (UNKNOWN,))
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -261,26 +261,26 @@ class Types:
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             scope.names[node.name] = [lambda at: (Bound(Function(at.module, node), False),)]
 
-    def _targets(self, target: ast.expr, value: Local) -> Iterator[tuple[str, Local]]:
+    def _assigned_names(self, target: ast.expr, value: Local) -> Iterator[tuple[str, Local]]:
         """Yield each name in the target of an assignment, with the part of the value that is assigned to it."""
         if isinstance(target, ast.Name):
             yield target.id, value
         elif isinstance(target, ast.Tuple | ast.List):
             for at, each in enumerate(target.elts):
                 if isinstance(each, ast.Starred):
-                    yield from self._targets(each.value, lambda _: (UNKNOWN,))
+                    yield from self._assigned_names(each.value, lambda _: (UNKNOWN,))
                 else:
-                    yield from self._targets(each, lambda scope, at=at: self._item(value(scope), at))  # type: ignore[misc]
+                    yield from self._assigned_names(each, lambda scope, at=at: self._item_type(value(scope), at))  # type: ignore[misc]
 
     def _import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias, scope: Scope) -> Type:
         if isinstance(node, ast.Import):
             module = self.sources.module(alias.name if alias.asname else alias.name.partition(".")[0])
             return (module,) if isinstance(module, Module) else (UNKNOWN,)
-        found = self.sources.module(scope.module.absolute(node))
+        found = self.sources.module(scope.module.absolute_name(node))
         if found is None:
             return ()
         what = self.sources.find(found, alias.name) if isinstance(found, Module) else found
-        return () if what is None else self._of_definition(what)
+        return () if what is None else self._definition_type(what)
 
     def local_class(self, node: ast.ClassDef, scope: Scope) -> Class:
         """A class within a function; its bases may be arguments of the function."""
@@ -288,7 +288,7 @@ class Types:
         known = [base if isinstance(base, Class) else External("?") for base in bases]
         return self.sources.class_of(scope.module, node, known)
 
-    def _of_definition(self, what: Definition | Class | None) -> Type:
+    def _definition_type(self, what: Definition | Class | None) -> Type:
         """The type of a definition in a module."""
         if isinstance(what, Function):
             return (Bound(what, False),)
@@ -296,11 +296,11 @@ class Types:
             return (what,)
         if isinstance(what, Variable):
             if isinstance(what.node, ast.AnnAssign):
-                return self.annotated(what.module, what.node.annotation)
+                return self.annotated_type(what.module, what.node.annotation)
             return self.infer(what.node.value, Scope(what.module)) if len(what.node.targets) == 1 else (UNKNOWN,)
         return (UNKNOWN,)
 
-    def named(self, name: str, scope: Scope) -> Type:
+    def type_of_name(self, name: str, scope: Scope) -> Type:
         """The type of a name in a scope."""
         at: Scope | None = scope
         while at is not None:
@@ -308,77 +308,77 @@ class Types:
                 return at.known[name]
             if name in at.names:
                 at.known[name] = ()  # ends a recursion during the lookup
-                at.known[name] = joined(each(at) for each in at.names[name])
+                at.known[name] = join_types(each(at) for each in at.names[name])
                 return at.known[name]
             at = at.parent
-        return self._of_definition(self.sources.find(scope.module, name))
+        return self._definition_type(self.sources.find(scope.module, name))
 
     # ------------------------------------------------------------------ attributes
 
-    def attribute(self, kind: Type, name: str) -> Type:
+    def attribute_type(self, kind: Type, name: str) -> Type:
         """The type of the attribute `name` of a value of type `kind`."""
-        return joined(self._attribute_of(option, name) for option in kind)
+        return join_types(self._attribute_type_of_option(option, name) for option in kind)
 
-    def _attribute_of(self, option: Option, name: str) -> Type:
+    def _attribute_type_of_option(self, option: Option, name: str) -> Type:
         if isinstance(option, Instance):
-            return self._of_instance(option.kind, name)
+            return self._instance_attribute_type(option.kind, name)
         if isinstance(option, Class):
-            return self._of_class(option, name)
+            return self._class_attribute_type(option, name)
         if isinstance(option, Bases):
             for base in option.kind.lineage[1:]:
                 if name in base.own_members:
-                    return self._of_instance(base, name)
+                    return self._instance_attribute_type(base, name)
         if isinstance(option, Module):
-            return self._of_definition(self.sources.find(option, name))
+            return self._definition_type(self.sources.find(option, name))
         if isinstance(option, Container):
             return (MethodOf(option, name),)
         return (UNKNOWN,)
 
-    def _of_instance(self, kind: Class, name: str) -> Type:
+    def _instance_attribute_type(self, kind: Class, name: str) -> Type:
         key = kind, name
         if key not in self._attributes:
             self._attributes[key] = ()  # ends a recursion during the lookup
-            found = self._found_in(kind, name)
+            found = self._inferred_attribute_type(kind, name)
             if UNKNOWN in found:
                 found = next((self.carried[each, name] for each in kind.lineage if (each, name) in self.carried), found)
             self._attributes[key] = found
         return self._attributes[key]
 
-    def _found_in(self, kind: Class, name: str) -> Type:
+    def _inferred_attribute_type(self, kind: Class, name: str) -> Type:
         member = kind.member(name)
         if member is None:
             base = next((self.mixed_into[each] for each in kind.lineage if each in self.mixed_into), None)
-            return (UNKNOWN,) if base is None else self._of_instance(base, name)
+            return (UNKNOWN,) if base is None else self._instance_attribute_type(base, name)
         function = member.function
         if function is not None:
             if member.is_property:
-                return self.annotated(function.module, function.node.returns, kind)
+                return self.annotated_type(function.module, function.node.returns, kind)
             return (Bound(function, "staticmethod" not in function.decorators),)
         if isinstance(member.node, ast.AnnAssign):
-            return self.annotated(member.owner.module, member.node.annotation, kind)
+            return self.annotated_type(member.owner.module, member.node.annotation, kind)
         if not isinstance(member.node, ast.Assign):
             return (UNKNOWN,)
         if member.method is None:
             return self.infer(member.node.value, Scope(member.owner.module))
-        scope = self.scope_of(member.method.node, member.method.module, kind, None)
+        scope = self.function_scope(member.method.node, member.method.module, kind, None)
         assignments = [node for each, node in assigned_to_self(member.method.node) if each == name]
-        return joined(
-            self._part_of(node, name, self.infer(node.value, scope))
+        return join_types(
+            self._part_type(node, name, self.infer(node.value, scope))
             for node in assignments
             if isinstance(node, ast.Assign)
         )
 
-    def _part_of(self, node: ast.Assign, name: str, value: Type) -> Type:
+    def _part_type(self, node: ast.Assign, name: str, value: Type) -> Type:
         """The type of the part of `value` that an assignment such as `self.a, self.b = value` assigns to the attribute
         `name`."""
         for target in node.targets:
             if isinstance(target, ast.Tuple):
                 for at, each in enumerate(target.elts):
                     if isinstance(each, ast.Attribute) and each.attr == name:
-                        return self._item(value, at)
+                        return self._item_type(value, at)
         return value
 
-    def _of_class(self, kind: Class, name: str) -> Type:
+    def _class_attribute_type(self, kind: Class, name: str) -> Type:
         member = kind.member(name)
         if member is None:
             return (UNKNOWN,)
@@ -386,25 +386,27 @@ class Types:
             return (self.sources.class_of(member.owner.module, member.node),)
         if member.function is not None:
             return (Bound(member.function, "classmethod" in member.function.decorators),)
-        return self._of_instance(kind, name)
+        return self._instance_attribute_type(kind, name)
 
     # ------------------------------------------------------------------ containers
 
-    def element(self, kind: Type) -> Type:
+    def element_type(self, kind: Type) -> Type:
         """The type of the elements when a value of type `kind` is iterated over."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Container) and option.kind in ("list", "dict"):
                 found.append(option.items[0])
             elif isinstance(option, Container) and option.kind == "tuple":
-                found.append(joined(option.items))
+                found.append(join_types(option.items))
             elif isinstance(option, Instance) and option.kind.member("__iter__") is not None:
-                found.append(self.element(self._called(self._of_instance(option.kind, "__iter__"))))
+                found.append(
+                    self.element_type(self._return_type(self._instance_attribute_type(option.kind, "__iter__")))
+                )
             else:
                 found.append((UNKNOWN,))
-        return joined(found)
+        return join_types(found)
 
-    def _item(self, kind: Type, at: int | None) -> Type:
+    def _item_type(self, kind: Type, at: int | None) -> Type:
         """The type of the item at index `at` of a value of type `kind`; `at` None: the index is unknown."""
         found: list[Type] = []
         for option in kind:
@@ -413,25 +415,25 @@ class Types:
             elif isinstance(option, Container) and option.kind == "dict":
                 found.append(option.items[1])
             elif isinstance(option, Instance) and option.kind.member("__getitem__") is not None:
-                found.append(self._called(self._of_instance(option.kind, "__getitem__")))
+                found.append(self._return_type(self._instance_attribute_type(option.kind, "__getitem__")))
             else:
-                found.append(self.element((option,)))
-        return joined(found)
+                found.append(self.element_type((option,)))
+        return join_types(found)
 
-    def _subscript(self, node: ast.Subscript, scope: Scope) -> Type:
+    def _subscript_type(self, node: ast.Subscript, scope: Scope) -> Type:
         value = self.infer(node.value, scope)
         if isinstance(node.slice, ast.Slice):
             return value
         at = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if isinstance(at, str):
-            objects = joined(option.of for option in value if isinstance(option, Attributes))
+            objects = join_types(option.of for option in value if isinstance(option, Attributes))
             if objects:
-                return self.attribute(objects, at)
-        return self._item(value, at if isinstance(at, int) else None)
+                return self.attribute_type(objects, at)
+        return self._item_type(value, at if isinstance(at, int) else None)
 
     # ------------------------------------------------------------------ calls
 
-    def _called(self, kind: Type) -> Type:
+    def _return_type(self, kind: Type) -> Type:
         """The type of the result of calling a value of type `kind`."""
         found: list[Type] = []
         for option in kind:
@@ -441,16 +443,16 @@ class Types:
                 found.append((Instance(option.kind),))
             elif isinstance(option, Bound) and "contextmanager" not in option.function.decorators:
                 function = option.function
-                found.append(self.annotated(function.module, function.node.returns, function.owner))
+                found.append(self.annotated_type(function.module, function.node.returns, function.owner))
             elif isinstance(option, Container) and option.kind == "callable":
                 found.append(option.items[0])
             elif isinstance(option, MethodOf):
-                found.append(self._called_method(option))
+                found.append(self._method_return_type(option))
             else:
                 found.append((UNKNOWN,))
-        return joined(found)
+        return join_types(found)
 
-    def _called_method(self, method: MethodOf) -> Type:
+    def _method_return_type(self, method: MethodOf) -> Type:
         container, name = method.container, method.name
         if name == "copy":
             return (container,)
@@ -467,22 +469,22 @@ class Types:
             return container.items[0]
         return (UNKNOWN,)
 
-    def _call(self, node: ast.Call, scope: Scope) -> Type:
+    def _call_type(self, node: ast.Call, scope: Scope) -> Type:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         of = [self.infer(each, scope) for each in node.args if not isinstance(each, ast.Starred)]
         if name == "super" and scope.owner is not None:
             return (Bases(scope.owner),)
         if name in ("max", "min", "next") and of:
-            return joined([self.element(of[0]), *of[1:]]) if len(of) == 1 or name == "next" else joined(of)
+            return join_types([self.element_type(of[0]), *of[1:]]) if len(of) == 1 or name == "next" else join_types(of)
         if name == "getattr" and len(of) >= 2 and isinstance(node.args[1], ast.Constant):
-            return joined([self.attribute(of[0], str(node.args[1].value)), *of[2:]])
+            return join_types([self.attribute_type(of[0], str(node.args[1].value)), *of[2:]])
         if name == "maker" and of:
             return tuple(_maker(node, each) if isinstance(each, Class) else UNKNOWN for each in of[0])
         if name == "partial" and of:
             names = frozenset(each.arg for each in node.keywords if each.arg is not None)
             return tuple(replace(each, given=names) if isinstance(each, Maker) else UNKNOWN for each in of[0])
         if name == "map" and of:
-            return (Container("list", (self._called(of[0]),)),)
+            return (Container("list", (self._return_type(of[0]),)),)
         if name == "type" and len(of) == 1:
             return tuple(each.kind if isinstance(each, Instance) else UNKNOWN for each in of[0])
         if name == "vars" and of:
@@ -490,17 +492,17 @@ class Types:
         if name in ("replace", "copy") and of:
             return of[0]
         if name in _LISTED and of:
-            return (Container("list", (self.element(of[0]),)),)
+            return (Container("list", (self.element_type(of[0]),)),)
         if name == "enumerate" and of:
-            return (Container("list", ((Container("tuple", ((UNKNOWN,), self.element(of[0]))),),)),)
+            return (Container("list", ((Container("tuple", ((UNKNOWN,), self.element_type(of[0]))),),)),)
         if name == "zip":
-            return (Container("list", ((Container("tuple", tuple(self.element(each) for each in of)),),)),)
+            return (Container("list", ((Container("tuple", tuple(self.element_type(each) for each in of)),),)),)
         if name == "chain":
-            return (Container("list", (joined(self.element(each) for each in of),)),)
+            return (Container("list", (join_types(self.element_type(each) for each in of),)),)
         if name == "dict" and of:
-            pairs = self.element(of[0])
-            return (Container("dict", (self._item(pairs, 0), self._item(pairs, 1))),)
-        return self._called(self.infer(node.func, scope))
+            pairs = self.element_type(of[0])
+            return (Container("dict", (self._item_type(pairs, 0), self._item_type(pairs, 1))),)
+        return self._return_type(self.infer(node.func, scope))
 
     # ------------------------------------------------------------------ expressions
 
@@ -509,56 +511,58 @@ class Types:
         if isinstance(node, ast.Constant):
             return () if node.value is None else (UNKNOWN,)
         if isinstance(node, ast.Name):
-            return self.named(node.id, scope)
+            return self.type_of_name(node.id, scope)
         if isinstance(node, ast.Attribute):
-            return self.attribute(self.infer(node.value, scope), node.attr)
+            return self.attribute_type(self.infer(node.value, scope), node.attr)
         if isinstance(node, ast.Call):
-            return self._call(node, scope)
+            return self._call_type(node, scope)
         if isinstance(node, ast.Subscript):
-            return self._subscript(node, scope)
+            return self._subscript_type(node, scope)
         if isinstance(node, ast.IfExp):
-            return joined([self.infer(node.body, self.narrowed(node.test, scope)), self.infer(node.orelse, scope)])
+            return join_types(
+                [self.infer(node.body, self.narrowed_scope(node.test, scope)), self.infer(node.orelse, scope)]
+            )
         if isinstance(node, ast.BoolOp):
-            return joined(self.infer(each, scope) for each in node.values)
+            return join_types(self.infer(each, scope) for each in node.values)
         if isinstance(node, ast.NamedExpr | ast.Await):
             return self.infer(node.value, scope)
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-            return (Container("list", (self.infer(node.elt, self.comprehension(node.generators, scope)),)),)
+            return (Container("list", (self.infer(node.elt, self.comprehension_scope(node.generators, scope)),)),)
         if isinstance(node, ast.DictComp):
-            inner = self.comprehension(node.generators, scope)
+            inner = self.comprehension_scope(node.generators, scope)
             return (Container("dict", (self.infer(node.key, inner), self.infer(node.value, inner))),)
         if isinstance(node, ast.Tuple) and not any(isinstance(each, ast.Starred) for each in node.elts):
             return (Container("tuple", tuple(self.infer(each, scope) for each in node.elts)),)
         if isinstance(node, ast.List | ast.Set | ast.Tuple):
-            return (Container("list", (joined(self._listed(each, scope) for each in node.elts),)),)
+            return (Container("list", (join_types(self._list_item_type(each, scope) for each in node.elts),)),)
         if isinstance(node, ast.Dict):
-            keys = joined(self.infer(each, scope) for each in node.keys if each is not None)
-            return (Container("dict", (keys, joined(self.infer(each, scope) for each in node.values))),)
+            keys = join_types(self.infer(each, scope) for each in node.keys if each is not None)
+            return (Container("dict", (keys, join_types(self.infer(each, scope) for each in node.values))),)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.BitOr):
-            return joined([self.infer(node.left, scope), self.infer(node.right, scope)])
+            return join_types([self.infer(node.left, scope), self.infer(node.right, scope)])
         return (UNKNOWN,)
 
-    def _listed(self, node: ast.expr, scope: Scope) -> Type:
+    def _list_item_type(self, node: ast.expr, scope: Scope) -> Type:
         if isinstance(node, ast.Starred):
-            return self.element(self.infer(node.value, scope))
+            return self.element_type(self.infer(node.value, scope))
         return self.infer(node, scope)
 
-    def comprehension(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
+    def comprehension_scope(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
         """The scope inside a comprehension, in which the comprehension's variables have types."""
         for each in generators:
-            kind = self.element(self.infer(each.iter, scope))
-            names = {name: part(scope) for name, part in self._targets(each.target, lambda _, kind=kind: kind)}  # type: ignore[misc]
-            scope = scope.within(names)
+            kind = self.element_type(self.infer(each.iter, scope))
+            names = {name: part(scope) for name, part in self._assigned_names(each.target, lambda _, kind=kind: kind)}  # type: ignore[misc]
+            scope = scope.child_scope(names)
             for test in each.ifs:
-                scope = self.narrowed(test, scope)
+                scope = self.narrowed_scope(test, scope)
         return scope
 
-    def narrowed(self, test: ast.expr, scope: Scope) -> Scope:
+    def narrowed_scope(self, test: ast.expr, scope: Scope) -> Scope:
         """The scope of the code that runs if a test is true; a test `isinstance(name, classes)` gives `name` the type
         `classes`."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for each in test.values:
-                scope = self.narrowed(each, scope)
+                scope = self.narrowed_scope(each, scope)
             return scope
         if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance"):
             return scope
@@ -566,8 +570,10 @@ class Types:
         if not isinstance(name, ast.Name):
             return scope
         given = self.infer(kinds, scope)
-        flat = joined(joined(each.items) if isinstance(each, Container) else (each,) for each in given)
-        return scope.within({name.id: tuple(Instance(each) if isinstance(each, Class) else UNKNOWN for each in flat)})
+        flat = join_types(join_types(each.items) if isinstance(each, Container) else (each,) for each in given)
+        return scope.child_scope(
+            {name.id: tuple(Instance(each) if isinstance(each, Class) else UNKNOWN for each in flat)}
+        )
 
 
 def _maker(node: ast.Call, kind: Class) -> Maker:

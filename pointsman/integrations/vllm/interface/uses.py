@@ -31,7 +31,7 @@ from pointsman.integrations.vllm.interface.types import (
     Scope,
     Type,
     Types,
-    instances,
+    instance_classes,
 )
 
 VLLM = "vllm"
@@ -83,7 +83,7 @@ class Reader:
         to collect the assumptions.
         """
         for self._learns in (True, False):
-            self.types.forget()
+            self.types.forget_types()
             for module in modules:
                 self._read(module)
 
@@ -154,7 +154,7 @@ class Reader:
         if holds is None:
             found = "the type of the object, or a base of its class, is not known"
         elif not holds:
-            found = "; ".join(f"{each.name} has {_similar(name, each.member_names())}" for each in theirs)
+            found = "; ".join(f"{each.name} has {_list_similar(name, each.member_names())}" for each in theirs)
         self._note("attribute", node, f"{theirs[0].name}.{name}", holds, found)
 
     def _class_with_attribute(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
@@ -166,7 +166,7 @@ class Reader:
             kind = self.types.mixed_into.get(kind, kind)
         if not _is_of_vllm(kind):
             return None, True if kind.member(name) is not None else None
-        return kind, (isinstance(option, Class) and name in dir(type)) or kind.has(name)
+        return kind, (isinstance(option, Class) and name in dir(type)) or kind.has_attribute(name)
 
     def _note_call(self, node: ast.Call, scope: Scope) -> None:
         given = Arguments.of(node)
@@ -174,9 +174,13 @@ class Reader:
         if isinstance(function, ast.Name) and function.id == "map" and node.args:
             function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
         options = self.types.infer(function, scope)
-        makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
+        makers = [
+            (option.kind, self._as_keywords(node, option, given)) for option in options if isinstance(option, Maker)
+        ]
         if makers:  # our code has several makers of the class, and each version of vLLM fits one of them
-            fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
+            fits = [
+                each for each in makers if each[0].constructor is None or not each[0].constructor.call_problem(each[1])
+            ]
             self._note_construction(node, *(fits or makers)[0])
         for option in options:
             if isinstance(option, Class):
@@ -186,7 +190,7 @@ class Reader:
                 name = option.function.name
                 self._check(node, name, Signature.of(function_node, bound=option.is_bound), given)
 
-    def _by_names(self, node: ast.Call, maker: Maker, given: Arguments) -> Arguments:
+    def _as_keywords(self, node: ast.Call, maker: Maker, given: Arguments) -> Arguments:
         """The arguments of a call of a maker's result, with the positional arguments converted to keyword arguments."""
         names = frozenset(maker.fields[: given.num_positional]) | given.keywords | maker.given
         lacking = names & maker.optional - maker.kind.fields.keys()
@@ -207,8 +211,14 @@ class Reader:
             self._check(node, kind.name, signature, given)
 
     def _check(self, node: ast.AST, name: str, signature: Signature, given: Arguments) -> None:
-        problem = signature.problem(given)
-        self._note("call", node, f"{name}({given})", problem is None, f"{problem}{now(signature)}" if problem else "")
+        problem = signature.call_problem(given)
+        self._note(
+            "call",
+            node,
+            f"{name}({given})",
+            problem is None,
+            f"{problem}{signature_hint(signature)}" if problem else "",
+        )
 
     def _note_maker(self, node: ast.Call, scope: Scope) -> None:
         for option in self.types.infer(node, scope):
@@ -222,13 +232,13 @@ class Reader:
                     self._note_field(node, kind, name)
 
     def _note_replace_fields(self, node: ast.Call, scope: Scope) -> None:
-        for kind in filter(_is_of_vllm, instances(self.types.infer(node.args[0], scope))):
+        for kind in filter(_is_of_vllm, instance_classes(self.types.infer(node.args[0], scope))):
             for name in filter(None, (each.arg for each in node.keywords)):
                 self._note_field(node, kind, name)
 
     def _note_field(self, node: ast.Call, kind: Class, name: str) -> None:
         is_there = name in kind.fields
-        found = "" if is_there else f"{kind.name} has {_similar(name, set(kind.fields))}"
+        found = "" if is_there else f"{kind.name} has {_list_similar(name, set(kind.fields))}"
         self._note("field", node, f"{kind.name}.{name}", is_there, found)
 
     def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
@@ -239,18 +249,18 @@ class Reader:
             if member.owner is not kind or (name.startswith("_") and not is_declared):
                 continue
             expected = f"{base.name}.{name}"
-            has = base.has(name)
+            has = base.has_attribute(name)
             theirs = base.member(name)
             if not has or theirs is None:
-                found = "" if has is None else f"{base.name} has {_similar(name, base.member_names())}"
+                found = "" if has is None else f"{base.name} has {_list_similar(name, base.member_names())}"
                 self._note("override", member.node, expected, has, found)
                 continue
             problem = None
             if member.function is not None and theirs.function is not None and not theirs.is_property:
-                problem = misfit(member.function, theirs.function, with_defaults=True)
+                problem = override_problem(member.function, theirs.function, with_defaults=True)
             self._note("override", member.node, expected, problem is None, problem or "")
 
-    def _learn(self, node: ast.Call, scope: Scope) -> None:
+    def _learn_attribute_types(self, node: ast.Call, scope: Scope) -> None:
         """Learn the types of attributes of our own classes from the arguments with which these classes are
         constructed."""
         for option in self.types.infer(node.func, scope):
@@ -276,7 +286,7 @@ class Reader:
         elif isinstance(node, ast.ClassDef):
             self._visit_class(node, scope)
         elif isinstance(node, ast.Lambda):
-            self._visit(node.body, scope.within({each.arg: (UNKNOWN,) for each in node.args.args}))
+            self._visit(node.body, scope.child_scope({each.arg: (UNKNOWN,) for each in node.args.args}))
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             self._visit_comprehension(node, scope)
         elif isinstance(node, ast.If | ast.IfExp):
@@ -284,7 +294,7 @@ class Reader:
         elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
             for value in node.values:
                 self._visit(value, scope)
-                scope = self.types.narrowed(value, scope)
+                scope = self.types.narrowed_scope(value, scope)
         elif isinstance(node, ast.Try):
             self._visit_try(node, scope)
         elif isinstance(node, ast.AnnAssign):
@@ -314,17 +324,17 @@ class Reader:
             if isinstance(node, ast.Import):
                 self._note_import(node, alias.name, None, at_runtime=at_runtime)
             else:
-                self._note_import(node, self._module.absolute(node), alias.name, at_runtime=at_runtime)
+                self._note_import(node, self._module.absolute_name(node), alias.name, at_runtime=at_runtime)
 
     def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
         own = isinstance(scope.owner, Class) and node in scope.owner.node.body
-        inner = self.types.scope_of(node, self._module, scope.owner if own else None, scope)
+        inner = self.types.function_scope(node, self._module, scope.owner if own else None, scope)
         before = self._guarded
-        self._guarded = before | set(self._guards(node, inner))
+        self._guarded = before | set(self._guarded_attributes(node, inner))
         self._visit_all(node.body, inner)
         self._guarded = before
 
-    def _guards(self, node: ast.AST, scope: Scope) -> Iterator[tuple[str, str]]:
+    def _guarded_attributes(self, node: ast.AST, scope: Scope) -> Iterator[tuple[str, str]]:
         """The attributes that a function tests with `hasattr`, or reads with `getattr` and a default, as (object,
         attribute).
         """
@@ -349,17 +359,17 @@ class Reader:
     ) -> None:
         for each in node.generators:
             self._visit(each.iter, scope)
-            bound = self.types.comprehension([ast.comprehension(each.target, each.iter, [], 0)], scope)
+            bound = self.types.comprehension_scope([ast.comprehension(each.target, each.iter, [], 0)], scope)
             for test in each.ifs:
                 self._visit(test, bound)
-                bound = self.types.narrowed(test, bound)
+                bound = self.types.narrowed_scope(test, bound)
             scope = bound
         parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         self._visit_all(parts, scope)
 
     def _visit_branches(self, node: ast.If | ast.IfExp, scope: Scope) -> None:
         self._visit(node.test, scope)
-        inner = self.types.narrowed(node.test, scope)
+        inner = self.types.narrowed_scope(node.test, scope)
         self._visit_all(node.body if isinstance(node, ast.If) else [node.body], inner)
         self._visit_all(node.orelse if isinstance(node, ast.If) else [node.orelse], scope)
 
@@ -389,15 +399,15 @@ class Reader:
     def _visit_call(self, node: ast.Call, scope: Scope) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if self._learns:
-            self._learn(node, scope)
+            self._learn_attribute_types(node, scope)
         if name == "maker":
             self._note_maker(node, scope)
         elif name == "replace" and node.args:
             self._note_replace_fields(node, scope)
         elif name == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
             asked = str(node.args[1].value)
-            for kind in instances(self.types.infer(node.args[0], scope)):
-                if _is_of_vllm(kind) and kind.has(asked) is False:
+            for kind in instance_classes(self.types.infer(node.args[0], scope)):
+                if _is_of_vllm(kind) and kind.has_attribute(asked) is False:
                     self._note_fallback("attribute", node, f"{kind.name}.{asked}", "its default is used")
         elif name == "type" and len(node.args) == 3:
             self._note_mixin(node, scope)
@@ -428,12 +438,12 @@ def _names(node: ast.expr | None) -> Iterator[str]:
         yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
-def _similar(name: str, names: set[str]) -> str:
+def _list_similar(name: str, names: set[str]) -> str:
     """Text that lists the elements of `names` that are most similar to `name`."""
     return ", ".join(get_close_matches(name, sorted(names), n=3, cutoff=0.6)) or "nothing like it"
 
 
-def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
+def override_problem(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
     """Why our method cannot be called with the arguments of vLLM's method; None: it can be called with them.
 
     Args:
@@ -444,13 +454,13 @@ def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | No
     asked = [each for each in wanted.parameters if with_defaults or not each.has_default]
     by_place = [each for each in asked if not each.is_keyword_only]
     named = frozenset(each.name for each in asked if not each.is_positional_only)
-    problem = signature.problem(Arguments(0, named)) or signature.problem(
+    problem = signature.call_problem(Arguments(0, named)) or signature.call_problem(
         Arguments(len(by_place), frozenset(each.name for each in asked if each.is_keyword_only))
     )
-    return f"{problem}{now(wanted)}" if problem else None
+    return f"{problem}{signature_hint(wanted)}" if problem else None
 
 
-def now(signature: Signature) -> str:
-    """Text with the arguments that a method or class of vLLM's has now; "": the text would be too long."""
+def signature_hint(signature: Signature) -> str:
+    """The end of an error text: the arguments that a method or class accepts in this vLLM; "": the text is too long."""
     shown = str(signature)
     return f"; vLLM has {shown}" if len(shown) <= 120 else ""
