@@ -424,7 +424,7 @@ def _command(*arguments: str) -> Callable[[Path], object]:
 _TRACE = ("pointsman.traces:TraceError",)
 _MODEL = ("pointsman.engine.errors:ModelLoadError",)
 _COMMAND = ("pointsman.cli.errors:CommandError",)
-_LINE = r"line \d+|request |nothing to serve"
+_LINE = r"line \d+|request "
 # The command adds the file's name to a recording's errors.
 _REPLAYED = ("pointsman.core:RecordingError", "pointsman.core:ReplayDifference", "builtins:ValueError")
 

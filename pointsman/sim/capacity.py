@@ -96,9 +96,9 @@ class Question:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise SimulationError(f"share is {self.share}; it must be above 0 and at most 1")
+            raise SimulationError(f"share of requests is {self.share}; it must be above 0 and at most 1")
         if not self.targets:
-            raise SimulationError("there is no target; give one on TTFT or ITL")
+            raise SimulationError("no latency target is given; give one for TTFT or ITL")
 
     def probe(self, load: float, num_replicas: int) -> Probe:
         """Simulate the service under a load.
@@ -242,7 +242,9 @@ def fewest_replicas(question: Question, load: float, low: int, high: int) -> Cap
         SimulationError: an argument is out of range.
     """
     if not 1 <= low <= high:
-        raise SimulationError(f"replicas are from {low} to {high}; the range must begin at 1 or more, and not descend")
+        raise SimulationError(
+            f"the range of replicas is {low} to {high}; it must begin at 1 or more and not end below its begin"
+        )
     if not 0 < load < math.inf:
         raise SimulationError(f"the load is {load} requests a second or users; it must be finite and above 0")
     found = Capacity()
@@ -280,4 +282,4 @@ def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
 
 def _check_tolerance(tolerance: float) -> None:
     if not 0 < tolerance < math.inf:
-        raise SimulationError(f"tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+        raise SimulationError(f"tolerance is {tolerance}; it must be finite and above 0; 0.02 means 2 %")

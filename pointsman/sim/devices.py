@@ -115,7 +115,9 @@ def _machine_memory() -> int:
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # AttributeError: Windows
-        raise SimulationError("this system does not report its memory; give it as measure_cpu(memory=bytes)") from None
+        raise SimulationError(
+            "this system does not report its memory size; give the size as measure_cpu(memory=BYTES)"
+        ) from None
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # limit of a container, if any
     except OSError:

@@ -269,18 +269,22 @@ def parse_arrivals(text: str) -> Arrivals:
 def _part(part: str, text: str) -> tuple[float, Distribution]:
     weight, star, distribution = part.partition("*")
     if not star or distribution.lstrip().lower().startswith("mix:"):
-        raise WorkloadError(f"{text!r}: {part!r} is no part of a mixture; write them like {_MIX_EXAMPLE}")
+        raise WorkloadError(
+            f"{text!r}: {part!r} is not PROBABILITY*DISTRIBUTION; write the mixture like {_MIX_EXAMPLE}"
+        )
     return _number(weight, text), parse_distribution(distribution)
 
 
 def _named(known: dict[str, Callable[..., T]], name: str, rest: str, text: str, others: str) -> T:
     if name not in known:
-        raise WorkloadError(f"{text!r}: unknown {name!r}; known are {', '.join(known)}{others}")
+        raise WorkloadError(f"{text!r}: unknown form {name!r}; known forms are {', '.join(known)}{others}")
     make = known[name]
     names = [each.name for each in fields(make)]  # type: ignore[arg-type]
     values = [_number(value, text) for value in rest.split(",")]
     if len(values) != len(names):
-        raise WorkloadError(f"{text!r}: {len(values)} of {len(names)} values; write {name}:{','.join(names)}")
+        raise WorkloadError(
+            f"{text!r} has {len(values)} values, but needs {len(names)}; write {name}:{','.join(names)}"
+        )
     try:
         return make(*values)
     except WorkloadError as error:
@@ -292,10 +296,10 @@ def _number(value: str, text: str) -> float:
         number = float(value)
     except ValueError:
         raise WorkloadError(
-            f"{text!r}: {value.strip()!r} is no number; write a number or a form like lognormal:150,0.8"
+            f"{text!r}: {value.strip()!r} is not a number; write a number or a form like lognormal:150,0.8"
         ) from None
     if not math.isfinite(number):
-        raise WorkloadError(f"{text!r}: {value.strip()} must be finite")
+        raise WorkloadError(f"{text!r}: {value.strip()} is not finite; write a finite number")
     return number
 
 

@@ -80,9 +80,9 @@ def read_config(path: Path, name: str) -> ModelShape:
     try:
         config = json.loads(read_input(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{path}: not JSON ({error})") from None
+        raise UnsupportedModel(f"{path}: the file is not JSON ({error}); give the config.json of a model") from None
     if not isinstance(config, dict):
-        raise UnsupportedModel(f"{path}: not a JSON object")
+        raise UnsupportedModel(f"{path}: the file is not a JSON object; give the config.json of a model")
     return _Reader(config, path).shape(name)
 
 
@@ -143,7 +143,7 @@ class _Reader:
         expert_size = "intermediate_size" if self._type in ("mixtral", "gpt_oss") else "moe_intermediate_size"
         sparse_step = "moe_layer_freq" if self._type.startswith("deepseek") else "decoder_sparse_step"
         if self._text.get(sparse_step, 1) != 1:
-            raise self._error(f"{sparse_step} is {self._text[sparse_step]!r}; only 1 is known: experts in every layer")
+            raise self._error(f"{sparse_step} is {self._text[sparse_step]!r}; only 1 (experts in every layer) is known")
         first_dense = self._count("first_k_dense_replace", minimum=0, default=0)
         return {
             "num_experts": self._count("num_local_experts", "num_experts", "n_routed_experts"),
@@ -180,7 +180,9 @@ class _Reader:
         elif self._family.windows == "all":
             windowed = layers
         else:
-            raise self._error(f"sliding_window is {window}, and no layer_types say which layers have it")
+            raise self._error(
+                f"sliding_window is {window}, but the field layer_types, which says which layers have it, is missing"
+            )
         return (window, windowed) if windowed else (0, 0)
 
     def _dtype_bytes(self) -> tuple[int, str]:
@@ -232,7 +234,7 @@ class _Reader:
     def _compressed_tensors(self, config: dict[str, Any]) -> Quantization:
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or len(groups) != 1:
-            raise self._error("quantization_config of compressed-tensors must have one entry in config_groups")
+            raise self._error("quantization_config of compressed-tensors must have exactly one entry in config_groups")
         (group,) = groups.values()
         weights = group.get("weights") or {}
         bits, size = self._bits(weights.get("num_bits")), weights.get("group_size")
@@ -280,7 +282,7 @@ class _Reader:
                 return self._family.defaults[name]
         if "default" in default:
             return default["default"]
-        raise self._error(f"no field {' or '.join(names)!r} in it, which a {self._type!r} needs")
+        raise self._error(f"the field {' or '.join(names)!r} is missing, which model_type {self._type!r} needs")
 
     def _count(self, *names: str, minimum: int = 1, **default: int) -> int:
         """The whole number, at least `minimum`, in the first of the fields `names` that the config has."""

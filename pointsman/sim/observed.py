@@ -47,18 +47,18 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     if observed.lacking:
         raise SimulationError(
             f"{source}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not "
-            "have; record a server without it"
+            "support; record a server without these features"
         )
     known = {field.name for field in fields(SchedulerConfig)}
     if unknown := sorted(set(observed.config) - known):
-        raise SimulationError(f"{source}: no setting is called {unknown[0]!r}; record with this version of Pointsman")
+        raise SimulationError(f"{source}: unknown setting {unknown[0]!r}; record with this version of Pointsman")
     try:
         check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
         check_policies(config)
     except (ValueError, TypeError) as error:
         raise SimulationError(
-            f"{source}: its settings cannot be used: {shown(str(error), MAX_MESSAGE)}; record it again"
+            f"{source}: the recorded settings cannot be used: {shown(str(error), MAX_MESSAGE)}; make a new recording"
         ) from None
     ended = [each for each in observed.requests if each.reason is not None]
     recorded = Trace(
@@ -69,7 +69,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
         },
     )
     if not recorded:
-        raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record a longer time")
+        raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record for longer")
     chosen = recorded[:limit]
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]

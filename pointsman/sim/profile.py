@@ -195,7 +195,9 @@ class Profile:
             CalibrationError: a field is missing, or a value is out of range.
         """
         if values.get("format") != FORMAT:
-            raise CalibrationError(f"format is {values.get('format')!r}, not {FORMAT!r}; pointsman calibrate writes it")
+            raise CalibrationError(
+                f"format is {values.get('format')!r}, not {FORMAT!r}; use a file of pointsman calibrate"
+            )
         if values.get("format_version") != FORMAT_VERSION:
             raise CalibrationError(
                 f"format_version is {values.get('format_version')!r}; this library reads version {FORMAT_VERSION}: "
@@ -216,7 +218,7 @@ class Profile:
                 notes=[str(note) for note in values["notes"]],
             )
         except KeyError as error:
-            raise CalibrationError(f"no field {error.args[0]!r} in it; calibrate again") from None
+            raise CalibrationError(f"the field {error.args[0]!r} is missing; calibrate again") from None
         except CalibrationError:
             raise
         except (SimulationError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -307,5 +309,5 @@ def _count(name: str, value: object) -> int:
 def _range(part: str, value: Any) -> tuple[int, int]:
     low, high = value
     if not all(isinstance(end, int) and math.isfinite(end) for end in (low, high)) or not 0 <= low <= high:
-        raise CalibrationError(f"hull of {part} is {value!r}; it must be two whole numbers, the smaller one first")
+        raise CalibrationError(f"field hull.{part} is {value!r}; it must be two whole numbers, the smaller one first")
     return low, high

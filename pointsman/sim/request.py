@@ -78,7 +78,7 @@ def filler_token(index: int) -> int:
         ValueError: the index is not between 0 and `MAX_INDEX` - 2.
     """
     if not 0 <= index < MAX_INDEX - 1:
-        raise ValueError(f"index is {index}; it must be between 0 and {MAX_INDEX - 2}")
+        raise ValueError(f"request index is {index}; it must be between 0 and {MAX_INDEX - 2}")
     return EOS_TOKEN - 1 - index
 
 

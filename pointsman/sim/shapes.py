@@ -31,7 +31,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     path = Path(text)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UnknownName(f"{path} has no config.json; name a directory with one, the file, or a built-in model")
+            raise UnknownName(f"{path} has no config.json; give a config.json, its directory, or a built-in model")
         return read_config(path / "config.json", path.resolve().name)
     if path.is_file():
         return read_config(path, path.resolve().parent.name)

@@ -111,7 +111,9 @@ class Simulation:
             for _ in range(num_replicas)
         ]
         if len(films) > num_replicas:
-            raise ValueError(f"{len(films)} films of {num_replicas} replica(s); give one for each at most")
+            raise ValueError(
+                f"{len(films)} films for {num_replicas} replica(s); give at most one film for each replica"
+            )
         for replica, film in zip(self.replicas, films, strict=False):
             replica.scheduler.start_film(film)
         self._workload = workload

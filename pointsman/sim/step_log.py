@@ -119,7 +119,9 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                         num_untimed += 1
             except (Broken, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 what = shown(f"{type(error).__name__}: {error}", MAX_MESSAGE)
-                raise CalibrationError(f"{path}, line {line_number}: not a recorded call ({what})") from None
+                raise CalibrationError(
+                    f"{path}, line {line_number}: not a recorded call of the scheduler ({what})"
+                ) from None
     if not seconds:
         raise CalibrationError(
             f"{path}: none of its {num_untimed} steps has a step_time; record with a host that sets "
@@ -154,12 +156,12 @@ def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
     """
     if observed.lacking:
         raise CalibrationError(
-            f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not have; "
-            "record a server without it"
+            f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not "
+            "support; record a server without these features"
         )
     is_timed = observed.seconds > 0
     if not is_timed.any():
-        raise CalibrationError(f"{path}: no step in it; let the server answer requests while it is recorded")
+        raise CalibrationError(f"{path}: the recording has no steps; send requests to the server while it is recorded")
     columns = [observed.steps[name] for name in StepLoad._fields]
     loads = np.stack(columns, axis=1).astype(np.float64)[is_timed]
     return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE, observed.model)
@@ -169,7 +171,7 @@ def _load(decision: dict[str, Any]) -> StepLoad:
     rows = list(zip(decision["num_computed_tokens"], decision["num_scheduled_tokens"], strict=True))
     for before, new in rows:
         if not (isinstance(before, int) and isinstance(new, int) and 0 <= before <= MAX_TOKENS and new > 0):
-            raise ValueError(f"a row computes {new!r} tokens after {before!r}; both must be numbers of tokens")
+            raise ValueError(f"a row has {new!r} scheduled and {before!r} computed tokens; both must be whole numbers")
     return StepLoad.of_rows(rows, sum(map(bool, decision["samples"])))
 
 

@@ -71,11 +71,11 @@ def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
     """
     if len(arrivals) < 2 * MIN_REQUESTS:
         raise WorkloadError(
-            f"there are {len(arrivals)} requests; at least {2 * MIN_REQUESTS} are needed, as settings are chosen on "
-            "one part of them and judged on another: take a longer trace"
+            f"there are {len(arrivals)} requests; at least {2 * MIN_REQUESTS} are needed, half to choose settings "
+            "on, half to judge the choice on: take a longer trace"
         )
     if num_requests < MIN_REQUESTS:
-        raise WorkloadError(f"each part has {num_requests} requests; it must have at least {MIN_REQUESTS}")
+        raise WorkloadError(f"num_requests of each part is {num_requests}; it must be at least {MIN_REQUESTS}")
     available = len(arrivals) // 2
     count = min(_MAX_STRETCHES, max(1, min(available, num_requests) // _WANTED))
     size = min(available // count, num_requests // count)
@@ -90,7 +90,7 @@ def _stretch(arrivals: Sequence[Arrival]) -> Stretch:
     span = arrivals[-1][0] - arrivals[0][0]
     if span <= 0:
         raise WorkloadError(
-            f"{len(arrivals)} requests that follow each other arrive all at once, so they have no rate; take a "
-            "trace with times, or generated arrivals"
+            f"{len(arrivals)} consecutive requests arrive at one time, so they have no arrival rate; use a trace with "
+            "arrival times, or generate arrivals"
         )
     return Stretch(tuple(arrivals), span * len(arrivals) / (len(arrivals) - 1))

@@ -157,7 +157,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if not self.targets:
-            raise SimulationError("there is no target; give one on TTFT or ITL")
+            raise SimulationError("no latency target is given; give one for TTFT or ITL")
         if self.num_trials < 1:
             raise SimulationError(f"the number of trials is {self.num_trials}; it must be at least 1")
 

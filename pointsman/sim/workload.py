@@ -153,7 +153,7 @@ class OpenLoop:
             WorkloadError: `rate` is not above 0.
         """
         if not 0 < rate < float("inf"):
-            raise WorkloadError(f"rate is {rate}; it must be above 0: 2 is twice as fast as the source")
+            raise WorkloadError(f"rate is {rate}; it must be finite and above 0; 2 is twice as fast as the source")
         self._source = source
         self._rate = rate
         self.num_skipped = 0

@@ -34,7 +34,7 @@ def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | L
             known = True
         elif key == "benchmarks":
             if not known:
-                raise stream.broken('no "metadata" before "benchmarks": reports of guidellm 0.5 and later have it')
+                raise stream.broken('no "metadata" before "benchmarks"; write the report with guidellm 0.5 or later')
             for index in stream.items():
                 yield from _benchmark(stream, f"benchmarks[{index}]")
         else:
@@ -45,8 +45,8 @@ def _check_version(stream: JsonStream, metadata: Any) -> None:
     version = metadata.get("version") if isinstance(metadata, dict) else None
     if version not in VERSIONS:
         raise stream.broken(
-            f"metadata.version is {represented(version)}; read are versions 1 and 2 of the report, "
-            "which guidellm 0.5 to 0.8 write"
+            f"metadata.version is {represented(version)}; only versions 1 and 2 can be read: "
+            "write the report with guidellm 0.5 to 0.8"
         )
 
 
@@ -67,7 +67,7 @@ def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | Measur
             stream.skip()
     if found < counted:
         raise stream.broken(
-            f"{place} holds {found} of {counted} successful requests, a sample; run guidellm without a sample size"
+            f"{place} has only {found} of {counted} successful requests; run guidellm without a sample size"
         )
 
 
@@ -94,7 +94,7 @@ def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest |
         info = fields.get("info")
         timings = info.get("timings") if isinstance(info, dict) else None
         if not isinstance(timings, dict):
-            raise Broken('no object "info.timings" in it')
+            raise Broken('the object "info.timings" is missing')
         if not successful:
             if timings.get("request_start") is None:
                 return LeftOut.NOT_SENT

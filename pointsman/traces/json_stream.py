@@ -58,7 +58,7 @@ class JsonStream:
         """The keys of an object. After each key the caller reads or skips the value of the key."""
         for _ in self._elements("{", "}"):
             if self.peek() != '"':
-                raise self._unexpected("a key")
+                raise self._unexpected("a key expected")
             key = self.value()
             self._take(":")
             yield key
@@ -86,7 +86,7 @@ class JsonStream:
                     self._at = end
                     return value
             if len(self._text) - self._at > MAX_VALUE:
-                raise self._unexpected(f"no value within {MAX_VALUE} characters")
+                raise self._unexpected(f"a value of at most {MAX_VALUE} characters expected")
             self._more(max(CHUNK, len(self._text) - self._at))
 
     def skip(self) -> None:
@@ -129,7 +129,7 @@ class JsonStream:
 
     def _take(self, mark: str) -> None:
         if self.peek() != mark:
-            raise self._unexpected(repr(mark))
+            raise self._unexpected(f"{mark!r} expected")
         self._at += 1
 
     def _pass_string(self) -> None:
@@ -149,7 +149,7 @@ class JsonStream:
 
     def _need(self) -> None:
         if not self._more(CHUNK):
-            raise self._unexpected("the end of the value")
+            raise self._unexpected("the end of the value expected")
 
     def _more(self, size: int) -> bool:
         """Read about `size` more characters, and forget the text before the position; False: at the end of the file."""
@@ -167,8 +167,8 @@ class JsonStream:
                 return True
         return False
 
-    def _unexpected(self, expected: str) -> Broken:
+    def _unexpected(self, fault: str) -> Broken:
         found = self._text[self._at : self._at + 80]
         if not found:
-            return self.broken(f"not JSON ({expected} expected): the file ends here; is it cut short?")
-        return self.broken(f"not JSON ({expected} expected): {shown(found)!r}")
+            return self.broken(f"not JSON ({fault}): the file ends here; is it cut short?")
+        return self.broken(f"not JSON ({fault}): {shown(found)!r}")

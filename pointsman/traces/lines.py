@@ -63,7 +63,7 @@ def read_csv(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
             read_line = _csv_reader(columns, "timestamp", "request tokens", "response tokens", seconds)
         else:
             raise Broken(
-                f"line {line_number}: no trace format begins like this: {shown(header)!r}; a CSV has the columns "
+                f"line {line_number}: no known trace format begins with {shown(header)!r}; a CSV has the columns "
                 "TIMESTAMP, ContextTokens and GeneratedTokens, or Timestamp, Request tokens and Response tokens"
             )
         yield from _read(lines, read_line)
@@ -85,7 +85,7 @@ def _csv_reader(
     def read(line: str) -> TraceRequest:
         values = [value.strip(' "') for value in line.split(",")]
         if len(values) != len(columns):
-            raise Broken(f"{len(values)} values where the header names {len(columns)} columns: {shown(line)!r}")
+            raise Broken(f"the line has {len(values)} values, but the header {len(columns)} columns: {shown(line)!r}")
         return TraceRequest(
             arrival_time=read_time(values[at_arrival]),
             num_prompt_tokens=tokens("prompt tokens", integer(values[at_prompt]), 0),
@@ -114,8 +114,8 @@ def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
             elif is_qwen != ("chat_id" in fields):
                 had, has = ("a", "none") if is_qwen else ("no", "one")
                 raise Broken(
-                    f'the lines before have {had} "chat_id" and this one has {has}: with it timestamps are seconds '
-                    "(Qwen-Bailian), without it milliseconds (Mooncake); split the file"
+                    f'the lines before have {had} "chat_id" and this one has {has}: with "chat_id", timestamps are '
+                    "seconds (Qwen-Bailian), without it milliseconds (Mooncake); put the two kinds into separate files"
                 )
             yield _hashed_request(fields, line_number, 1.0 if is_qwen else 1e3, block_size)
         except Broken as error:
@@ -172,9 +172,9 @@ class _BlockSize:
         if left:
             return left[0]
         raise Broken(
-            f"{what}; with {MOONCAKE_BLOCK_SIZE} tokens a block (Mooncake) there are at most {most}, with "
-            f"{QWEN_BLOCK_SIZE} (Qwen-Bailian) there are {exact}"
-            + (f", and {before}" if before else "")
+            f"{what}; blocks of {MOONCAKE_BLOCK_SIZE} tokens (Mooncake) have at most {most} ids, blocks of "
+            f"{QWEN_BLOCK_SIZE} (Qwen-Bailian) exactly {exact}"
+            + (f"; {before}, which excludes the other size" if before else "")
             + "; correct or remove the line"
         )
 

@@ -163,7 +163,7 @@ class _Reader:
     def __init__(self, header: dict[str, Any]) -> None:
         version = header.get("format_version")
         if header.get("format") != FORMAT or "observed" not in header:
-            raise Broken("no header of a recording that pointsman.integrations.vllm.Observer made")
+            raise Broken("not the header of a recording that pointsman.integrations.vllm.Observer wrote")
         if version != FORMAT_VERSION:
             raise Broken(f"format_version is {version!r}; this library reads version {FORMAT_VERSION} of {FORMAT}")
         config, observed = dict(header["config"]), header["observed"]
@@ -192,7 +192,7 @@ class _Reader:
         elif name == "steps":
             self._steps(call)
         else:
-            raise Broken(f"{name!r} is not a call of an observed recording")
+            raise Broken(f"call is {name!r}; it must be add, result or steps")
 
     def _add(self, fields: dict[str, Any], now: float) -> None:
         blocks = fields["blocks"]
@@ -222,15 +222,16 @@ class _Reader:
     def _steps(self, call: dict[str, Any]) -> None:
         if call["step"] != self._num_steps:
             raise Broken(
-                f"steps begin with number {call['step']!r}, and {self._num_steps} came before; lines are missing"
+                f"the line begins with step {call['step']!r}, but the next step is {self._num_steps}: lines are "
+                "missing; make a new recording"
             )
         columns = [call[name] for name in OBSERVED_STEPS]
         sizes = {len(column) for column in columns}
         if len(sizes) != 1:
-            raise Broken(f"columns of different lengths: {sorted(sizes)}")
+            raise Broken(f"the columns have different lengths: {sorted(sizes)}; make a new recording")
         for name, column in zip(OBSERVED_STEPS, columns, strict=True):
             if not all(type(value) is int and abs(value) <= MAX_HASH_ID for value in column):
-                raise Broken(f"{name} must be whole numbers of at most 2**62")
+                raise Broken(f"{name} must be a list of integers from -2**62 to 2**62")
             self._columns[name] += column
         self._num_steps += len(columns[0])
 
@@ -274,11 +275,11 @@ class _Chains:
         """
         pieces = [range(first, first + num_new), *self._chain(parent)]
         if num_new < 0 or (count := sum(map(len, pieces))) > max_blocks:
-            raise Broken(f"{num_new} new blocks make {count} of them, and the prompt fills {max_blocks}")
+            raise Broken(f"with {num_new} new blocks the prompt has {count} blocks, but it fills only {max_blocks}")
         if num_new:
             next_id = self._next
             if first != next_id or first + num_new > MAX_HASH_ID:
-                raise Broken(f"new blocks begin with {first}, and {next_id} is next; lines are missing")
+                raise Broken(f"new blocks begin with id {first}, but the next id is {next_id}: lines are missing")
             self._firsts.append(first)
             self._parents.append(parent)
             self._next = first + num_new
@@ -289,7 +290,7 @@ class _Chains:
         pieces = []
         while last is not None:
             if not (isinstance(last, int) and 0 <= last < self._next):
-                raise Broken(f"block {last!r} is not known; lines are missing")
+                raise Broken(f"no earlier line has block {last!r}: lines are missing")
             at = bisect_right(self._firsts, last) - 1
             pieces.append(range(self._firsts[at], last + 1))
             last = self._parents[at]

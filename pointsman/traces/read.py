@@ -55,8 +55,8 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[
             if len(requests) == limit:
                 break
     if not requests:
-        found = about_left_out(left_out.total(), left_out) or "Expected are a CSV or JSON lines with a request a line."
-        raise TraceError(f"{path}: no request in it. {found}")
+        found = about_left_out(left_out.total(), left_out) or "Give a CSV or JSON lines, one request per line."
+        raise TraceError(f"{path}: the file has no request that can be read. {found}")
     requests.sort(key=lambda request: request.arrival_time)  # stable: simultaneous requests keep the file's order
     start = requests[0].arrival_time
     return Trace((replace(request, arrival_time=request.arrival_time - start) for request in requests), left_out)
@@ -87,7 +87,7 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
                 left_out[LeftOut.NO_TIMES if each.num_output_tokens else LeftOut.NO_OUTPUT] += 1
     if not found:
         raise TraceError(
-            f"{path}: no measured times in it; expected JSON lines with queued_ts, first_token_ts and last_token_ts, "
+            f"{path}: no measured times in the file; give JSON lines with queued_ts, first_token_ts and last_token_ts, "
             "or a result of vllm bench serve --save-result --save-detailed"
         )
     found.sort(key=lambda each: each.queued)
@@ -147,6 +147,6 @@ def _recognise(head: bytes, timed: bool) -> Reader:
         elif stream.value() == FORMAT:
             return read_recording
     raise stream.broken(
-        'neither "input_length" nor "input_toks" among its fields, nor is it a recording, a result of vllm bench serve '
-        f"or a guidellm report: {shown(begin.splitlines()[0])!r}"
+        'unknown trace format: the line has no "input_length" and no "input_toks", and does not begin a recording, a '
+        f"result of vllm bench serve or a guidellm report: {shown(begin.splitlines()[0])!r}"
     )

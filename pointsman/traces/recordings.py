@@ -165,7 +165,7 @@ class _Reader:
         decision, times = call["decision"], call["times"]
         steps = decision["num_steps"]
         if len(times) != steps + 1:
-            raise Broken(f"{len(times)} times for {steps} steps; there must be one more than steps")
+            raise Broken(f"times has {len(times)} values for {steps} steps; it must have one value more than steps")
         for request_id, kept in zip(decision["requests"], decision["kept_counts"], strict=True):
             last = number("times", times[steps if kept else steps - 1])
             self._by_id[request_id].append(steps - 1 + kept, number("times", times[1]), last)

@@ -122,5 +122,5 @@ def served(trace: Trace[TraceRequest], source: str) -> Trace[TraceRequest]:
     left_out = {**trace.left_out, LeftOut.NO_OUTPUT: len(trace) - len(requests)}
     found = Trace(requests, left_out)
     if not found:
-        raise TraceError(f"{source}: there is nothing to serve. {about_left_out(found.num_rows, found.left_out)}")
+        raise TraceError(f"{source}: no request has output tokens. {about_left_out(found.num_rows, found.left_out)}")
     return found

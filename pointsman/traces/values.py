@@ -27,10 +27,10 @@ def measured(request: TraceRequest, request_id: str, first_token: float, last_to
     queued = request.arrival_time
     if first_token < queued:
         raise Broken(
-            f"the first token came at {first_token!r}, before its request at {queued!r}; use times of one clock"
+            f"the first token came at {first_token!r}, before its request arrived at {queued!r}; use times of one clock"
         )
     if last_token < first_token:
-        raise Broken(f"the last token came at {last_token!r}, before the first at {first_token!r}; swap or remove them")
+        raise Broken(f"the last token came at {last_token!r}, before the first at {first_token!r}; correct the times")
     return MeasuredRequest(request, request_id, queued, first_token, last_token)
 
 
@@ -47,7 +47,7 @@ def json_object(line: str) -> dict[str, Any]:
 
 def field(fields: dict[str, Any], name: str) -> Any:
     if name not in fields:
-        raise Broken(f'no field "{name}" in it')
+        raise Broken(f'the field "{name}" is missing')
     return fields[name]
 
 

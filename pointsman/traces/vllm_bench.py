@@ -56,19 +56,23 @@ def _columns(stream: JsonStream) -> dict[str, array[float]]:
         else:
             stream.skip()
     if stream.peek():
-        raise stream.broken("a second result begins here; --append-result put several into one file: split it by lines")
+        raise stream.broken(
+            "a second result begins here; --append-result wrote several: write each line to its own file"
+        )
     if missing := [name for name in COLUMNS if name not in columns]:
         raise Broken(f'line {stream.line}: no list "{missing[0]}" in the result of vLLM\'s benchmark; {_DETAIL}')
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise Broken(f"line {stream.line}: lists of different lengths ({lengths}); each needs one item a request")
+        raise Broken(
+            f"line {stream.line}: the lists have different lengths ({lengths}); each needs one item per request"
+        )
     return columns
 
 
 def _column(stream: JsonStream, name: str) -> array[float]:
     column = array("d")
     if stream.peek() != "[":
-        raise stream.broken(f"{name} must be a list with one item a request; {_DETAIL}")
+        raise stream.broken(f"{name} must be a list with one item per request; {_DETAIL}")
     for index in stream.items():
         place, value = f"{name}[{index}]", stream.value()
         try:

@@ -124,8 +124,8 @@ def test_calibrate_draws_a_plot_of_the_errors(
 def test_calibrate_reports_errors_in_one_line(pointsman: Callable[..., Any], log: Path, tmp_path: Path) -> None:
     for words, wrong in (
         (["calibrate", tmp_path / "none"], "cannot read the log"),
-        (["calibrate", log, "--train", 30], "train is 30 and the log has 30 requests; some must be left"),
-        (["calibrate", log, "--max-model-len", 10], "max_model_len is 10; give the engine's own"),
+        (["calibrate", log, "--train", 30], "train is 30, but the log has 30 requests and some must remain"),
+        (["calibrate", log, "--max-model-len", 10], "max_model_len 10; give the engine's max_model_len"),
         (["calibrate", log, "--block-size", 0], "block_size is 0"),
         (["calibrate", log, "--model", "Llama-3.1-8B"], "--model has no effect without --device; give both"),
         (["calibrate", log, "--device", "h100"], "--device has no effect without --model; give both"),

@@ -233,7 +233,7 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--routing", "least-loaded"], ["--routing", "--replicas 2"]),
         (["--ttft-target", "soon"], ["--ttft-target is 'soon'", "500ms"]),
         (["--think", "-3"], ["--think: value is -3", "at least 0"]),
-        (["--prompt-tokens", "lognormal:10"], ["--prompt-tokens: 'lognormal:10': 1 of 2 values", "median,sigma"]),
+        (["--prompt-tokens", "lognormal:10"], ["--prompt-tokens: 'lognormal:10' has 1 values", "median,sigma"]),
         (["--arrivals", "poisson:0"], ["--arrivals: 'poisson:0'", "above 0"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
         (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs", "tensor parallelism"]),

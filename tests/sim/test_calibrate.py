@@ -210,7 +210,7 @@ def test_outputs_of_one_token_have_no_tpot() -> None:
     ("count", "train", "wrong"),
     [
         (15, None, "the log has 15 requests; a fit needs at least 20, half to judge it by"),
-        (30, 30, "train is 30 and the log has 30 requests; some must be left to judge the fit by: use at most 29"),
+        (30, 30, "train is 30, but the log has 30 requests and some must remain to judge the fit by: use at most 29"),
         (30, 3, "train is 3; a fit needs at least 10 requests"),
     ],
 )
@@ -222,11 +222,15 @@ def test_logs_with_too_few_requests_are_refused(count: int, train: int | None, w
 def test_contradictory_times_are_refused() -> None:
     log = measured_log(30)
     early = [*log[:-1], replace(log[-1], first_token=log[-1].queued)]
-    with pytest.raises(CalibrationError, match=r"log, request r29: its first token came 0 s after it was queued"):
+    with pytest.raises(
+        CalibrationError, match=r"log, request r29: the first token came 0 s after the request was queued"
+    ):
         from_requests(early, SETTINGS)
     single = next(each for each in log if each.request.num_output_tokens == 1)
     late = [replace(each, last_token=each.last_token + 2) if each is single else each for each in log]
-    with pytest.raises(CalibrationError, match=rf"request {single.request_id}: it has 1 output token, and its last"):
+    with pytest.raises(
+        CalibrationError, match=rf"request {single.request_id}: the request has 1 output token, but its last"
+    ):
         from_requests(late, SETTINGS)
     with pytest.raises(CalibrationError, match="outputs were not streamed"):
         from_requests([replace(each, first_token=each.last_token) for each in log], SETTINGS)
@@ -235,8 +239,8 @@ def test_contradictory_times_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"max_model_len": 100}, r"tokens and max_model_len is 100; give the engine's own"),
-        ({"num_blocks": 4}, r"num_blocks 4 of block_size 16 hold 64; give the engine's own numbers"),
+        ({"max_model_len": 100}, r"tokens, more than max_model_len 100; give the engine's"),
+        ({"num_blocks": 4}, r"num_blocks 4 with block_size 16 hold only 64; give the engine's"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ],
 )
@@ -464,15 +468,15 @@ def test_a_profile_is_read_as_it_was_written(small: Calibration, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"format": "other"}, "format is 'other', not 'pointsman-profile'; pointsman calibrate writes it"),
+        ({"format": "other"}, "format is 'other', not 'pointsman-profile'; use a file of pointsman calibrate"),
         ({"format_version": 9}, "format_version is 9; this library reads version 1: calibrate again"),
-        ({"step_time": {"per_step": -1}}, "per_step is -1; it must be a finite number of seconds, at least 0"),
+        ({"step_time": {"per_step": -1}}, "coefficient per_step is -1; it must be finite and at least 0"),
         ({"step_time": {"per_stop": 1}}, "no coefficient is called 'per_stop'"),
         ({"step_time": 3}, "calibrate again"),
         ({"settings": {"max_num_seqs": 0}}, "max_num_seqs is 0; it must be a whole number, at least 1"),
         ({"settings": {"seats": 1}}, "no setting is called 'seats'"),
-        ({"hull": {}}, "no field 'num_tokens' in it"),
-        ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "hull of num_tokens is"),
+        ({"hull": {}}, "the field 'num_tokens' is missing"),
+        ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "field hull.num_tokens is"),
     ],
 )
 def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:

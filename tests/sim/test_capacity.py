@@ -169,9 +169,9 @@ def test_each_probe_is_reported_as_it_is_made() -> None:
 
 
 def test_search_arguments_out_of_range_are_refused() -> None:
-    with pytest.raises(SimulationError, match="share is 0"):
+    with pytest.raises(SimulationError, match="share of requests is 0"):
         question(1, share=0)
-    with pytest.raises(SimulationError, match="no target"):
+    with pytest.raises(SimulationError, match="no latency target"):
         Question(
             workload=lambda rate: evenly(rate, 5),
             config=ONE_AT_A_TIME,
@@ -180,7 +180,7 @@ def test_search_arguments_out_of_range_are_refused() -> None:
         )
     with pytest.raises(SimulationError, match="tolerance is 0"):
         highest_rate(question(1), tolerance=0)
-    with pytest.raises(SimulationError, match="from 3 to 2"):
+    with pytest.raises(SimulationError, match="range of replicas is 3 to 2"):
         fewest_replicas(question(1), 1, 3, 2)
     with pytest.raises(SimulationError, match="load is -1"):
         fewest_replicas(question(1), -1, 1, 2)

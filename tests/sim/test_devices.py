@@ -63,7 +63,7 @@ def test_this_cpu_is_measured() -> None:
 
 def test_an_unreported_memory_size_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.sysconf")
-    with pytest.raises(SimulationError, match=r"measure_cpu\(memory=bytes\)"):
+    with pytest.raises(SimulationError, match=r"measure_cpu\(memory=BYTES\)"):
         measure_cpu()
 
 

@@ -310,7 +310,7 @@ def test_combined_reports_have_the_interval_over_seeds() -> None:
 def test_only_similar_reports_are_combined() -> None:
     with pytest.raises(ValueError, match="no reports"):
         combine([])
-    with pytest.raises(ValueError, match="differ in their seed"):
+    with pytest.raises(ValueError, match="differ in nothing but their seed"):
         combine([figures(single(), config()), figures(single(), config(), ttft_target=1.0)])
     assert combine([figures(single(), config()), figures(empty(), config())]).ttft.p50.value is None
 

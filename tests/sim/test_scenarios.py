@@ -163,7 +163,7 @@ def test_figures_of_a_scenario_are_means_over_the_seeds() -> None:
     assert found.text("none", "one slot") == "-"
     (check,) = found.checks
     assert not check.holds
-    with pytest.raises(ValueError, match="no seeds"):
+    with pytest.raises(ValueError, match="seeds is empty"):
         TINY.run(CONSTANT, seeds=[])
 
 

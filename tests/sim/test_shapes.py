@@ -277,7 +277,7 @@ def test_a_config_without_dtype_says_so_in_its_source(write: Write) -> None:
         ({"model_type": "mamba", "mamba_d_state": 16}, "state-space"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         ({"model_type": "t5"}, "'t5' is not known"),
-        ({"sliding_window": 128}, "no layer_types"),
+        ({"sliding_window": 128}, "the field layer_types"),
         ({"hidden_size": "big"}, "hidden_size is 'big'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"torch_dtype": "int3"}, "int3"),
@@ -296,5 +296,5 @@ def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for text in ("{", "[1]"):
         path.write_text(text)
-        with pytest.raises(UnsupportedModel, match=r"config\.json: not"):
+        with pytest.raises(UnsupportedModel, match=r"config\.json: the file is not"):
             model_shape(path)

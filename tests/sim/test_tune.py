@@ -209,7 +209,7 @@ def test_search_arguments_out_of_range_are_refused() -> None:
         workers(judge, 0)
     with pytest.raises(SimulationError, match="number of trials is 0"):
         searched(parts(count=20), num_trials=0)
-    with pytest.raises(SimulationError, match="no target"):
+    with pytest.raises(SimulationError, match="no latency target"):
         searched(parts(count=20), targets=Targets())
 
 
@@ -275,9 +275,9 @@ def test_a_workload_that_is_too_short_or_all_at_once_is_refused() -> None:
     arrivals = list(OpenLoop(Generated(PoissonArrivals(10), Lengths(Constant(5), Constant(5)), 40)).first_arrivals())
     with pytest.raises(WorkloadError, match="19 requests; at least 20"):
         split(arrivals[:19], 100)
-    with pytest.raises(WorkloadError, match="5 requests; it must have at least 10"):
+    with pytest.raises(WorkloadError, match="num_requests of each part is 5; it must be at least 10"):
         split(arrivals, 5)
-    with pytest.raises(WorkloadError, match="all at once"):
+    with pytest.raises(WorkloadError, match="at one time"):
         split([(7.0, request) for _, request in arrivals], 100)
 
 

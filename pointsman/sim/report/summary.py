@@ -276,8 +276,8 @@ def combine(reports: Sequence[Report]) -> Report:
     for report in reports:
         if (report.num_replicas, report.targets) != (first.num_replicas, first.targets):
             raise ValueError(
-                f"reports of {first.num_replicas} replicas and {first.targets}, and of {report.num_replicas} and "
-                f"{report.targets}: only runs that differ in their seed can be combined"
+                f"one report has {first.num_replicas} replicas and {first.targets}, another has {report.num_replicas} "
+                f"and {report.targets}; combine only reports of runs that differ in nothing but their seed"
             )
     if len(reports) == 1:
         return first

@@ -188,7 +188,7 @@ class Scenario:
     def __post_init__(self) -> None:
         names = [(variant.load, variant.name) for variant in self.variants]
         if len(set(names)) < len(names):
-            raise ValueError(f"scenario {self.name}: two variants of a workload have one name")
+            raise ValueError(f"scenario {self.name}: two variants of one workload have the same name; rename one")
 
     @property
     def num_requests(self) -> int | None:
@@ -205,7 +205,7 @@ class Scenario:
             progress: as in `simulate`, with the number of finished requests of all simulations so far.
         """
         if not seeds:
-            raise ValueError("no seeds; give at least one")
+            raise ValueError("seeds is empty; give at least one seed")
         rows: list[Row] = []
         num_done = 0
         for variant in self.variants:
