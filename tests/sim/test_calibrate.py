@@ -67,7 +67,7 @@ def test_a_fit_predicts_held_out_requests_of_a_small_log(small: Calibration) -> 
     assert small.profile.training_errors["num_requests"] == 20
 
 
-def test_a_poor_fit_suspects_the_settings(small: Calibration) -> None:
+def test_a_poor_fit_notes_that_settings_may_be_wrong(small: Calibration) -> None:
     assert not any("the fit misses" in note for note in small.profile.notes)
     log = measured_log(40, np.inf, settings=replace(SETTINGS, max_num_seqs=4), output=20)
     found = short_fit(log, replace(SETTINGS, max_num_seqs=64))
@@ -151,7 +151,7 @@ def test_a_fit_predicts_the_shared_log_of_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
+def test_errors_of_the_roofline_match_known_errors() -> None:
     """KNOWN_ERRORS, recomputed."""
     if not SHARED_LOG.exists():
         pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
@@ -166,7 +166,7 @@ def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
     assert errors.e2e_bias == pytest.approx(KNOWN_ERRORS["end-to-end times"], abs=0.006)
 
 
-def test_no_timing_of_a_held_out_request_reaches_the_fit() -> None:
+def test_times_of_held_out_requests_do_not_affect_the_fit() -> None:
     """Held-out times are changed, with the order of finishing kept: the objective stays the same."""
     log = measured_log(40, 6.0, output=20)
     order = np.argsort([each.last_token for each in log], kind="stable")
@@ -252,7 +252,7 @@ def test_settings_that_contradict_the_log_are_refused(changes: dict[str, Any], w
 # ---------------------------------------------------------------------- steps
 
 
-def test_step_times_of_a_recording_are_fitted_in_one_pass() -> None:
+def test_fit_steps_finds_the_step_times_of_mixed_steps() -> None:
     pytest.importorskip("scipy")
     rng = np.random.default_rng(3)
     truth = LinearStepTime(per_step=5e-3, per_row=1e-4, per_token=5e-5, per_context_token=3e-8)
@@ -305,7 +305,7 @@ def attention_steps(truth: LinearStepTime, count: int, prompt: int, seed: int, s
     return np.array(loads, dtype=float), seconds * np.exp(scatter * rng.standard_normal(count))
 
 
-def test_scatter_of_short_prompts_does_not_slow_long_ones() -> None:
+def test_scatter_of_short_prompts_does_not_slow_predicted_long_prompts() -> None:
     """Coefficients cannot be negative, so a square term that is fitted to noise can only slow long prompts down."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_attended=1e-8)
@@ -317,7 +317,7 @@ def test_scatter_of_short_prompts_does_not_slow_long_ones() -> None:
     assert abs(np.mean(errors)) < 0.1 and np.std(errors) < 0.25
 
 
-def test_attention_in_a_log_overrides_the_prior() -> None:
+def test_attention_time_in_a_log_overrides_the_prior() -> None:
     """However far it is from the usual ratio of models."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-5, per_attended=5e-8)
@@ -325,7 +325,7 @@ def test_attention_in_a_log_overrides_the_prior() -> None:
     assert found.per_attended == pytest.approx(truth.per_attended, rel=0.2)
 
 
-def test_steps_that_vary_much_are_right_on_average() -> None:
+def test_predicted_times_of_noisy_steps_are_right_on_average() -> None:
     """Steps vary by a third. A fit relative to measured times would be 10 % too short."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
@@ -362,7 +362,7 @@ def test_a_recording_with_step_times_is_fitted(tmp_path: Path) -> None:
     assert found.profile.hull.ranges["num_rows"][1] == 4
 
 
-def test_a_recording_of_kv_in_groups_is_simulated_in_groups(tmp_path: Path) -> None:
+def test_a_profile_keeps_the_kv_groups_of_its_recording(tmp_path: Path) -> None:
     """Its blocks are those of groups. A request of 49 tokens takes 13 blocks; at most 3 of them are the window's."""
     pytest.importorskip("scipy")
     groups = (KVGroup(), KVGroup("window", 5))
@@ -379,7 +379,7 @@ def test_a_recording_of_kv_in_groups_is_simulated_in_groups(tmp_path: Path) -> N
         load_profile(tmp_path / "profile.json")
 
 
-def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
+def test_calibration_notes_that_held_out_steps_are_slower(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     path = recording(tmp_path, is_timed=True)
     assert not any("held-out" in note for note in calibrate(path).profile.notes)
@@ -392,7 +392,7 @@ def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
     assert "together by -6" in note and "Record longer" in note
 
 
-def test_a_profile_fits_loads_late_in_its_recording(tmp_path: Path) -> None:
+def test_a_profile_is_also_fitted_to_late_steps_of_its_recording(tmp_path: Path) -> None:
     """A server is measured from idle to busy; a profile of the first half alone would lack the busy steps."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
@@ -445,7 +445,7 @@ def test_a_recording_without_step_times_is_refused(tmp_path: Path) -> None:
         calibrate(recording(tmp_path, is_timed=False))
 
 
-def test_a_broken_line_of_a_recording_is_named(tmp_path: Path) -> None:
+def test_calibration_error_names_the_broken_line_of_a_recording(tmp_path: Path) -> None:
     path = recording(tmp_path, is_timed=True)
     lines = path.read_text().splitlines()
     lines[5] = lines[5][:20]
@@ -457,7 +457,7 @@ def test_a_broken_line_of_a_recording_is_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- profiles
 
 
-def test_a_profile_is_read_as_it_was_written(small: Calibration, tmp_path: Path) -> None:
+def test_a_saved_profile_is_loaded_unchanged(small: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     small.profile.save(path)
     again = load_profile(path)
@@ -479,7 +479,9 @@ def test_a_profile_is_read_as_it_was_written(small: Calibration, tmp_path: Path)
         ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "field hull.num_tokens is"),
     ],
 )
-def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
+def test_calibration_error_names_the_wrong_field_of_a_profile(
+    tmp_path: Path, changes: dict[str, Any], wrong: str
+) -> None:
     values = profile().to_dict() | changes
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(values))
@@ -489,7 +491,7 @@ def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wron
     assert wrong in str(caught.value)
 
 
-def test_a_file_that_is_not_a_profile_is_named(tmp_path: Path) -> None:
+def test_calibration_error_names_a_file_that_is_not_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for text in ("[1]", "{", ""):
         path.write_text(text)
@@ -512,7 +514,7 @@ def profile() -> Profile:
     )
 
 
-def test_extrapolation_gives_a_warning() -> None:
+def test_loads_outside_the_fitted_range_give_a_warning() -> None:
     def warnings(*load: int) -> list[str]:
         hull = Hull()
         hull.add(StepLoad(*load))
@@ -533,13 +535,13 @@ def test_extrapolation_gives_a_warning() -> None:
     assert any(warning.startswith("positions read") for warning in warn_outside(profile(), watched.hull))
 
 
-def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_log_is_read_unchanged(tmp_path: Path) -> None:
     log = measured_log(12)
     read = read_measurements(write_log(tmp_path / "log.jsonl", log))
     np.testing.assert_allclose(Times.of(read).e2e, Times.of(log).e2e, atol=1e-9)
 
 
-def test_a_broken_log_is_named(tmp_path: Path) -> None:
+def test_trace_error_names_the_broken_line_of_a_log(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.jsonl", measured_log(12))
     path.write_text(path.read_text() + "\nnonsense")
     with pytest.raises(TraceError, match="line 13: not JSON"):

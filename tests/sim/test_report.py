@@ -92,7 +92,7 @@ def test_weighted_percentiles_are_those_of_repeated_values(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_values", [CELLS // 2, 10 * CELLS])
-def test_a_resample_with_each_block_once_has_the_figures_of_all(num_values: int) -> None:
+def test_a_resample_with_each_block_once_equals_all_values(num_values: int) -> None:
     """With cells that hold several values too, up to the width of a cell."""
     values = np.random.default_rng(1).exponential(size=num_values)
     draws = Draws(40, 3, seed=0)
@@ -415,7 +415,7 @@ def _printed(report: Report) -> str:
 
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
-def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_slices_of_the_perfetto_trace_are_nested(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     outcome: Outcome = request.getfixturevalue(name)
     write_trace(outcome, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -441,7 +441,7 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
     assert "cut" not in trace["otherData"]
 
 
-def test_a_long_trace_is_cut_with_a_note(outcome: Outcome, tmp_path: Path) -> None:
+def test_a_long_perfetto_trace_is_shortened_with_a_note(outcome: Outcome, tmp_path: Path) -> None:
     write_trace(outcome, tmp_path / "trace.json", max_requests=7, max_points=50)
     trace = json.loads((tmp_path / "trace.json").read_text())
     requests = [event for event in trace["traceEvents"] if event.get("name", "").startswith("request ")]
@@ -469,7 +469,7 @@ def test_averages_over_intervals_keep_the_mean() -> None:
     assert averaged(course, 7).mean == pytest.approx(course.mean)
 
 
-def test_an_interrupted_run_is_marked() -> None:
+def test_report_notes_that_the_run_was_interrupted() -> None:
     def interrupt(num_finished: int, now: float) -> None:
         raise KeyboardInterrupt
 

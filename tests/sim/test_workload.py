@@ -103,7 +103,7 @@ def by_length(request: SimRequest) -> float:
         ),
     ],
 )
-def test_a_short_name_gives_its_distribution(text: str, expected: Distribution, mean: float) -> None:
+def test_parse_distribution_reads_every_short_name(text: str, expected: Distribution, mean: float) -> None:
     distribution = parse_distribution(text)
     assert distribution == expected
     assert distribution.mean() == pytest.approx(mean)
@@ -131,7 +131,7 @@ def test_samples_have_lognormal_quantiles_and_mixture_shares() -> None:
         ("bursts:4,10", BurstArrivals(4, 10), math.sqrt(19)),  # gaps: one exponential of mean 10/4, then nine of 0
     ],
 )
-def test_a_short_name_gives_its_arrival_process(text: str, expected: Arrivals, cv: float) -> None:
+def test_parse_arrivals_reads_every_short_name(text: str, expected: Arrivals, cv: float) -> None:
     assert parse_arrivals(text) == expected
     generated = Generated(expected, Lengths(Constant(1), Constant(1)), num_requests=10_000, seed=5)
     times = np.array([time for time, _ in OpenLoop(generated).first_arrivals()])
@@ -210,7 +210,7 @@ def test_generated_requests_are_lazy_and_reproducible() -> None:
     assert [time for time, _ in other] != [time for time, _ in first]
 
 
-def test_other_draws_for_one_purpose_change_no_other_purpose() -> None:
+def test_changed_arrivals_keep_prompts_and_changed_prompts_keep_arrivals() -> None:
     """Other prompts, or other arrivals, change nothing else."""
     base = Generated(PoissonArrivals(3), LENGTHS, num_requests=2000)
     changed = replace(base, lengths=replace(LENGTHS, prompt=parse_distribution("mix:0.5*10+0.5*lognormal:9,1")))
@@ -237,7 +237,7 @@ def test_invalid_workloads_are_refused(make: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("think", [Constant(0), Exponential(2)])
-def test_a_closed_loop_has_at_most_n_in_flight(think: Distribution) -> None:
+def test_a_closed_loop_of_n_users_has_at_most_n_requests_in_flight(think: Distribution) -> None:
     workload = ClosedLoop(8, LENGTHS, think=think, num_requests=500, seed=3)
     done = run(workload, by_length)
     assert len(done) == workload.num_requests == 500
@@ -307,14 +307,14 @@ def test_a_session_prompt_extends_the_last_prompt_and_output() -> None:
     assert len(system) == 1
 
 
-def test_sessions_do_not_depend_on_the_server() -> None:
+def test_requests_of_sessions_do_not_depend_on_latency() -> None:
     def requests(latency: Callable[[SimRequest], float]) -> list[tuple[str, int, int]]:
         return sorted((r.request_id, r.num_prompt_tokens, r.num_output_tokens) for _, _, r in run(sessions(), latency))
 
     assert requests(by_length) == requests(lambda request: 0.001) == requests(lambda request: 60.0)
 
 
-def test_a_session_ends_before_it_is_too_long() -> None:
+def test_a_session_ends_before_it_exceeds_max_total_tokens() -> None:
     workload = sessions(num_turns=Constant(50), max_total_tokens=500)
     done = run(workload, by_length)
     assert workload.num_requests is None
@@ -322,7 +322,7 @@ def test_a_session_ends_before_it_is_too_long() -> None:
     assert max(r.num_prompt_tokens + r.num_output_tokens for _, _, r in done) <= 500
 
 
-def test_endless_sessions_are_lazy() -> None:
+def test_endless_sessions_are_generated_lazily() -> None:
     workload = sessions(num_sessions=None)
     assert workload.num_requests is None
     assert len(run(workload, by_length, limit=300)) == 300

@@ -79,14 +79,14 @@ def test_burstgpt_csv_is_read(tmp_path: Path) -> None:
     assert second.arrival_time == 40.5
 
 
-def test_mooncake_counts_milliseconds_and_keeps_hash_ids(tmp_path: Path) -> None:
+def test_mooncake_trace_has_timestamps_in_milliseconds_and_hash_ids(tmp_path: Path) -> None:
     lines = [mooncake(timestamp=1500), mooncake(timestamp=4000, input_length=20, hash_ids=[9])]
     first, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert first == TraceRequest(0.0, 600, 5, block_hash_ids=(3, 4), hash_block_size=512)
     assert (second.arrival_time, second.block_hash_ids) == (2.5, (9,))
 
 
-def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> None:
+def test_qwen_bailian_trace_has_seconds_and_blocks_of_16_tokens(tmp_path: Path) -> None:
     lines = [qwen(timestamp=60.5, input_length=9, hash_ids=[1089]), qwen(), qwen(timestamp=62.5, hash_ids=[1089, 4, 5])]
     short, first, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert first.arrival_time == pytest.approx(0.614) and second.arrival_time == 2.0
@@ -118,7 +118,7 @@ def test_measured_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
     assert [request.arrival_time for request in requests] == [0.0, 1.5]
 
 
-def test_limit_stops_before_later_lines(tmp_path: Path) -> None:
+def test_limit_stops_reading_before_later_lines(tmp_path: Path) -> None:
     path = write(tmp_path, f"{mooncake()}\n{mooncake()}\nbroken")
     assert len(read_trace(path, limit=2)) == 2
     with pytest.raises(ValueError, match="limit is 0"):
@@ -306,7 +306,7 @@ def test_published_traces_are_read(name: str, count: int, seconds: tuple[int, in
     assert seconds[0] < requests[-1].arrival_time < seconds[1]
 
 
-def test_most_blocks_of_the_mooncake_trace_were_seen_before() -> None:
+def test_most_blocks_of_the_mooncake_trace_are_repeated() -> None:
     path = REAL_TRACES / "mooncake_synthetic.jsonl"
     if not path.exists():
         pytest.skip(f"{path.name} is not in {REAL_TRACES}")
