@@ -194,8 +194,8 @@ def _profile(folder: Path) -> Path:
     from pointsman.sim.step_time import LinearStepTime, StepLoad
 
     hull = Hull()
-    hull.add(StepLoad(10, 1, 10, 10, 1))
-    hull.add(StepLoad(512, 8, 4000, 9000, 8))
+    hull.add_load(StepLoad(10, 1, 10, 10, 1))
+    hull.add_load(StepLoad(512, 8, 4000, 9000, 8))
     settings = EngineSettings(max_num_seqs=24, max_num_batched_tokens=512)
     made = Profile(
         step_time=LinearStepTime(per_step=1e-3),

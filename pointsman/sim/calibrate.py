@@ -26,7 +26,7 @@ from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
-from pointsman.sim.fit import Problem, Progress, run_log, search, times_of, typical_load
+from pointsman.sim.fit import Problem, Progress, simulate_log, search_step_times, simulated_times, typical_load
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
 from pointsman.sim.step_time import RooflineStepTime
@@ -128,13 +128,13 @@ def from_requests(
     trained, others = order[:num_train], order[num_train:]
     problem = Problem(measured, trained, config)
     guess = None if estimate is None else estimate.near(typical_load(problem))
-    step_time = search(problem, estimate=guess, num_processes=num_processes, progress=progress)
+    step_time = search_step_times(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)
-    run_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
+    simulate_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
     everything = np.arange(len(measured))
-    timings = run_log(measured, config, step_time)
-    predicted = times_of(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
+    timings = simulate_log(measured, config, step_time)
+    predicted = simulated_times(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
     training = RequestErrors.between(predicted[trained], times[trained])
     held_out = RequestErrors.between(predicted[others], times[others])
     profile = Profile(

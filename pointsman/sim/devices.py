@@ -60,7 +60,7 @@ def device(name: str) -> Device:
     Raises:
         UnknownName: no device has that name.
     """
-    key = _key(name)
+    key = _normalised_name(name)
     if key == "cpu":
         return measure_cpu()
     if key not in _BY_KEY:
@@ -201,7 +201,7 @@ _ALIASES: Mapping[str, str] = {
 }
 
 
-def _key(name: str) -> str:
+def _normalised_name(name: str) -> str:
     """`name` without differences of spelling: case, spaces, hyphens, the vendor."""
     key = "".join(char for char in name.lower() if char.isalnum())
     for vendor in ("nvidia", "amd", "geforce", "instinct"):
@@ -210,6 +210,6 @@ def _key(name: str) -> str:
 
 
 _BY_KEY: Mapping[str, Device] = {
-    **{_key(entry.name): entry for entry in _TABLE},
-    **{_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
+    **{_normalised_name(entry.name): entry for entry in _TABLE},
+    **{_normalised_name(alias): DEVICES[name] for alias, name in _ALIASES.items()},
 }

@@ -128,7 +128,7 @@ class HostTier:
 
     # ------------------------------------------------------------------ the host's side
 
-    def copy(self, output: SchedulerOutput) -> Copies | None:
+    def copy_blocks(self, output: SchedulerOutput) -> Copies | None:
         """Copy the blocks of a newly scheduled step, before it computes. Returns the copies; None: the step has
         none."""
         copies = self._copy(output) if output.loads or output.saves else None

@@ -89,18 +89,18 @@ def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: Sc
     ended = observed.ended - start
     timings = Timings(len(requests))
     for request in requests:
-        number = timings.add(request.queued - start, request.num_prompt_tokens, 0)
+        number = timings.add_request(request.queued - start, request.num_prompt_tokens, 0)
         if request.scheduled is not None:
-            timings.admitted(number, request.scheduled - start, request.num_cached_tokens)
+            timings.record_admission(number, request.scheduled - start, request.num_cached_tokens)
         timings.num_output_tokens[number] = request.num_output_tokens
         timings.num_preemptions[number] = request.num_preemptions
         assert request.reason is not None
         timings.reason[number] = REASONS.index(request.reason)
         itself = np.array([number], dtype=np.int64)
         for step, last in request.runs:
-            timings.token(itself, float(ended[step]))
+            timings.record_token(itself, float(ended[step]))
             if last > step:
-                timings.tokens(itself, ended[step : last + 1])
+                timings.record_tokens(itself, ended[step : last + 1])
     timings.close()
     steps = observed.steps
     usable = config.num_usable_blocks

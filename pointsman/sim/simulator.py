@@ -152,7 +152,7 @@ class Simulation:
         while True:
             first: Replica | None
             if only is not None:
-                end = only.plan(arrival)
+                end = only.plan_event(arrival)
                 first = None if end is None else only
             else:
                 first, end = self._first_to_end()
@@ -165,7 +165,7 @@ class Simulation:
             if end > until:
                 return
             assert first is not None
-            for number in first.commit():
+            for number in first.commit_event():
                 self._num_finished += 1
                 self._schedule_follow_up(number, first.now)
             if first.refused:
@@ -181,7 +181,7 @@ class Simulation:
         found: Replica | None = None
         first = math.inf
         for replica in self.replicas:
-            end = replica.plan()
+            end = replica.plan_event()
             if end is not None and end < first:
                 found, first = replica, end
         return found, None if found is None else first
@@ -199,7 +199,7 @@ class Simulation:
             request = heapq.heappop(self._followers)[2]
         chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
         replica = self.replicas[chosen]
-        number = self.timings.add(time, request.num_prompt_tokens, chosen)
+        number = self.timings.add_request(time, request.num_prompt_tokens, chosen)
         self._requests.append(request)
         replica.add(number, request, time)
         if replica.refused:
@@ -209,7 +209,7 @@ class Simulation:
         refused, replica.refused = replica.refused, []
         for number, why in refused:
             self._refused.append((self._requests[number].request_id, why))
-            self.timings.refused(number)
+            self.timings.record_refusal(number)
             self._schedule_follow_up(number, replica.now)
 
     def _schedule_follow_up(self, number: int, now: float) -> None:

@@ -318,7 +318,7 @@ class _Tuner:
         self.found.hull = Hull()
         for sample in samples[:size]:
             if sample.hull is not None:
-                self.found.hull.include(sample.hull)
+                self.found.hull.add_hull(sample.hull)
 
     # ------------------------------------------------------------------ points
 

@@ -149,9 +149,9 @@ def test_two_processes_find_the_same_fit_and_report_progress(monkeypatch: pytest
     order = np.argsort([each.last_token for each in measured], kind="stable")
     problem = fit.Problem(measured, order[:10], calibration.EngineSettings().config(10_000, 20))
     reports: list[tuple[int, int]] = []
-    one = fit.search(problem, num_processes=1)
+    one = fit.search_step_times(problem, num_processes=1)
     assert one.per_step > 0
-    two = fit.search(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
+    two = fit.search_step_times(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
     assert one == two
     done, most = reports[-1]
     assert 0 < done <= most

@@ -24,8 +24,8 @@ SMALL = ("--requests", 50, "--tolerance", 0.2)
 def profile(max_rows: int) -> Profile:
     """A profile of a log with at most this number of requests at a time."""
     hull = Hull()
-    hull.add(StepLoad(1, 1, 1, 1, 0))
-    hull.add(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
+    hull.add_load(StepLoad(1, 1, 1, 1, 0))
+    hull.add_load(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
     return Profile(
         step_time=LinearStepTime(per_step=8e-3, per_token=6e-5),
         settings=EngineSettings(num_blocks=3000, max_model_len=10_000, async_scheduling=False),

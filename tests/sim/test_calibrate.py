@@ -129,8 +129,8 @@ def test_a_fit_predicts_different_models_devices_and_rates(name: str) -> None:
     found = from_requests(log, settings, train=105)
     errors, times, everything = held_out(found), Times.of(log), np.arange(len(log))
     longest = max(each.request.num_prompt_tokens + each.request.num_output_tokens for each in log)
-    timings = fit.run_log(log, settings.config(longest, len(log)), truth)
-    by_truth = fit.times_of(timings, everything, times.num_output_tokens, np.inf)
+    timings = fit.simulate_log(log, settings.config(longest, len(log)), truth)
+    by_truth = fit.simulated_times(timings, everything, times.num_output_tokens, np.inf)
     others = everything[~found.is_training]
     least = RequestErrors.between(by_truth[others], times[others])
     assert errors.e2e_mape < 0.01 + least.e2e_mape
@@ -159,8 +159,8 @@ def test_errors_of_the_roofline_match_known_errors() -> None:
     settings = EngineSettings(max_num_seqs=128, max_num_batched_tokens=2048)
     times, everything = Times.of(log), np.arange(len(log))
     longest = max(each.request.num_prompt_tokens + each.request.num_output_tokens for each in log)
-    timings = fit.run_log(log, settings.config(longest, len(log)), roofline("Llama-3.1-8B", "rtx-pro-6000"))
-    errors = RequestErrors.between(fit.times_of(timings, everything, times.num_output_tokens, np.inf), times)
+    timings = fit.simulate_log(log, settings.config(longest, len(log)), roofline("Llama-3.1-8B", "rtx-pro-6000"))
+    errors = RequestErrors.between(fit.simulated_times(timings, everything, times.num_output_tokens, np.inf), times)
     assert errors.ttft_mean_error == pytest.approx(KNOWN_ERRORS["TTFT"], abs=0.006)
     assert errors.tpot_mean_error == pytest.approx(KNOWN_ERRORS["TPOT"], abs=0.006)
     assert errors.e2e_bias == pytest.approx(KNOWN_ERRORS["end-to-end times"], abs=0.006)
@@ -501,8 +501,8 @@ def test_calibration_error_names_a_file_that_is_not_a_profile(tmp_path: Path) ->
 
 def profile() -> Profile:
     hull = Hull()
-    hull.add(StepLoad(10, 1, 10, 10, 1))
-    hull.add(StepLoad(512, 8, 4000, 9000, 8))
+    hull.add_load(StepLoad(10, 1, 10, 10, 1))
+    hull.add_load(StepLoad(512, 8, 4000, 9000, 8))
     return Profile(
         step_time=LinearStepTime(per_step=1e-3),
         settings=SETTINGS,
@@ -517,7 +517,7 @@ def profile() -> Profile:
 def test_loads_outside_the_fitted_range_give_a_warning() -> None:
     def warnings(*load: int) -> list[str]:
         hull = Hull()
-        hull.add(StepLoad(*load))
+        hull.add_load(StepLoad(*load))
         return warn_outside(profile(), hull)
 
     assert warnings(100, 5, 400, 800, 5) == []
