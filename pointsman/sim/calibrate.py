@@ -26,7 +26,7 @@ from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
-from pointsman.sim.fit import Problem, Progress, simulate_log, search_step_times, simulated_times, typical_load
+from pointsman.sim.fit import Problem, Progress, search_step_times, simulate_log, simulated_times, typical_load
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
 from pointsman.sim.step_time import RooflineStepTime
@@ -127,7 +127,7 @@ def from_requests(
     order = np.argsort(times.last_token, kind="stable")
     trained, others = order[:num_train], order[num_train:]
     problem = Problem(measured, trained, config)
-    guess = None if estimate is None else estimate.near(typical_load(problem))
+    guess = None if estimate is None else estimate.to_linear(typical_load(problem))
     step_time = search_step_times(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)

@@ -207,7 +207,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
         rate *= step
         step = min(max(step * step, _FARTHEST_DOWN), 1 / _FARTHEST_DOWN)
         found.add(question.probe(rate, num_replicas))
-    while (bracket := _bracket(found))[1] > bracket[0] * (1 + tolerance):
+    while (bracket := _bracket_rates(found))[1] > bracket[0] * (1 + tolerance):
         found.add(question.probe(math.sqrt(bracket[0] * bracket[1]), num_replicas))
     return found
 
@@ -267,7 +267,7 @@ def _bisect(meets_at: Callable[[int], bool], meets: int, misses: int, tolerance:
             misses = middle
 
 
-def _bracket(found: Capacity) -> tuple[float, float]:
+def _bracket_rates(found: Capacity) -> tuple[float, float]:
     assert found.meets is not None and found.misses is not None
     return found.meets.rate, found.misses.rate
 

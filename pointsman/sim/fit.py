@@ -206,7 +206,8 @@ def simulate_log(
 def simulated_times(
     timings: Timings, request_indices: Indices, num_output_tokens: npt.NDArray[np.int64], until: float
 ) -> Times:
-    """Simulated times of the requests `which`; an event that has not happened counts as if it happened at `until`."""
+    """Simulated times of the requests `request_indices`. An event that had not happened when the simulation ended
+    counts as if it had happened at `until`."""
     is_finished = timings.reason[request_indices] >= 0
     first, last = timings.first_token[request_indices], timings.last_token[request_indices]
     return Times(
@@ -391,7 +392,7 @@ def regression_slopes(
 
     Args:
         rows: result of `hadamard_rows`, [simulations, fitted coefficients].
-        far: result of `slope_moves`, one value for each fitted coefficient.
+        coefficient_moves: result of `slope_moves`, one value for each fitted coefficient.
         errors: errors in the simulations of `rows`, [simulations, errors].
     """
     mean = errors.mean(axis=0)
@@ -580,7 +581,7 @@ class _Simulations:
     def _run_at_points(
         self, function: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
     ) -> list[Any]:
-        """The result of the function `what` at each point, in the order of the points."""
+        """The result of `function` at each point, in the order of the points."""
         if self._pool is None:
             results: Iterator[Any] = map(function, points, [num_train] * len(points))
         else:

@@ -269,8 +269,8 @@ def warn_outside(profile: Profile, hull: Hull) -> list[str]:
 
 def _outside_warning(part: str, direction: str, value: int, bound: str, limit: int, source: str) -> str:
     return (
-        f"{part} go {direction} {value:,}, and the part of {source} that was fitted has {bound} {limit:,}: step times there "
-        "are extrapolated, calibrate with a log of such a load"
+        f"{part} go {direction} {value:,}, and the part of {source} that was fitted has {bound} {limit:,}: step times "
+        "there are extrapolated, calibrate with a log of such a load"
     )
 
 

@@ -176,10 +176,10 @@ _SAME_SHAPE: Mapping[str, str] = {
 """Names of models that have the dimensions of a built-in model."""
 
 
-def _by_key() -> dict[str, ModelShape]:
+def _shapes_by_key() -> dict[str, ModelShape]:
     """The built-in shapes by lower-case name, with and without organisation."""
     names = {**{name: name for name in SHAPES}, **_SAME_SHAPE}
     return {key.lower(): SHAPES[shape] for name, shape in names.items() for key in (name, name.partition("/")[2])}
 
 
-_BY_KEY = _by_key()
+_BY_KEY = _shapes_by_key()

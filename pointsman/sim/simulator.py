@@ -155,11 +155,11 @@ class Simulation:
                 end = only.plan_event(arrival)
                 first = None if end is None else only
             else:
-                first, end = self._first_to_end()
+                first, end = self._next_replica()
             if end is None or arrival <= end:
                 if arrival > until or arrival == math.inf:
                     return
-                self._arrive(arrival)
+                self._route_next_request(arrival)
                 arrival = self._next_arrival()
                 continue
             if end > until:
@@ -176,7 +176,7 @@ class Simulation:
             if progress is not None and num_events % _PROGRESS_EVERY == 0:
                 progress(self._num_finished, first.now)
 
-    def _first_to_end(self) -> tuple[Replica | None, float | None]:
+    def _next_replica(self) -> tuple[Replica | None, float | None]:
         """The replica whose event ends first; of several such replicas, the first."""
         found: Replica | None = None
         first = math.inf
@@ -190,7 +190,7 @@ class Simulation:
         first = math.inf if self._next_first is None else self._next_first[0]
         return min(first, self._followers[0][0]) if self._followers else first
 
-    def _arrive(self, time: float) -> None:
+    def _route_next_request(self, time: float) -> None:
         """Route the next request, which arrives at `time`, to a replica."""
         if self._next_first is not None and self._next_first[0] <= time:
             request = self._next_first[1]

@@ -24,7 +24,7 @@ from pointsman.sim.errors import CalibrationError
 from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad
 from pointsman.traces import MAX_TOKENS, Observed, read_observed
 from pointsman.traces.lines import numbered_lines
-from pointsman.traces.values import Broken, json_object, number
+from pointsman.traces.values import Broken, check_number, parse_json_object
 
 _TO_NEXT = "step times include what the host does between steps"
 _DEVICE_ONLY = "times between steps are not in step times: the recording has no two steps in a row"
@@ -81,9 +81,9 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     with open_regular(path) as opened:
         lines = numbered_lines(BufferedReader(opened), of_recording=True)
         is_first = True
-        for line_number, line in _checked(lines, path):
+        for line_number, line in _name_path_in_errors(lines, path):
             try:
-                call = json_object(line)
+                call = parse_json_object(line)
                 if is_first:
                     if "observed" in call:
                         return observed_steps(read_observed(path), path)
@@ -96,7 +96,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                 elif name == "finish":
                     unfinished.discard(call["id"])
                 elif name == "schedule":
-                    load, now = _load(call["decision"]), number("now", call["now"])
+                    load, now = _step_load(call["decision"]), check_number("now", call["now"])
                     if last is not None:
                         to_next[last] = now
                     planned[call["step"]] = load, now
@@ -110,7 +110,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                         last = None
                     (load, begin), taken = planned.pop(call["step"]), call["step_time"]
                     if load.num_rows and taken is not None:
-                        if number("step_time", taken) <= 0:
+                        if check_number("step_time", taken) <= 0:
                             raise ValueError(f"step_time is {taken}; it must be more than 0 seconds")
                         loads.append(load)
                         seconds.append(float(taken))
@@ -141,7 +141,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     )
 
 
-def _checked(lines: Iterator[tuple[int, str]], path: str | PathLike[str]) -> Iterator[tuple[int, str]]:
+def _name_path_in_errors(lines: Iterator[tuple[int, str]], path: str | PathLike[str]) -> Iterator[tuple[int, str]]:
     try:
         yield from lines
     except Broken as error:
@@ -167,7 +167,7 @@ def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
     return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE, observed.model)
 
 
-def _load(decision: dict[str, Any]) -> StepLoad:
+def _step_load(decision: dict[str, Any]) -> StepLoad:
     rows = list(zip(decision["num_computed_tokens"], decision["num_scheduled_tokens"], strict=True))
     for before, new in rows:
         if not (isinstance(before, int) and isinstance(new, int) and 0 <= before <= MAX_TOKENS and new > 0):
@@ -190,7 +190,7 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
         loads: loads of the steps, [steps, fields of `StepLoad`].
         seconds: measured seconds of each step.
     """
-    columns = _columns(loads)
+    columns = _coefficient_columns(loads)
     found = _weighted_fit(columns, seconds, seconds)
     for _ in range(NUM_REWEIGHTED):
         expected = columns @ found
@@ -240,7 +240,7 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
     return StepErrors.between(predict_steps(step_time, loads), seconds)
 
 
-def _columns(loads: FloatArray) -> FloatArray:
+def _coefficient_columns(loads: FloatArray) -> FloatArray:
     """The factor of each coefficient in each step's seconds, [steps, 7 coefficients]."""
     tokens, rows, context, attended, samples = loads.T
     return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)

@@ -366,7 +366,7 @@ class RooflineStepTime:
         memory += line.rest
         return memory
 
-    def near(self, load: StepLoad) -> LinearStepTime:
+    def to_linear(self, load: StepLoad) -> LinearStepTime:
         """This model as a `LinearStepTime`, the form that is fitted to logs; used as a start of a search.
 
         Both forms give the same seconds near `load`, except for the costs that `LinearStepTime` lacks: KV that is

@@ -80,13 +80,13 @@ def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
     count = min(_MAX_STRETCHES, max(1, min(available, num_requests) // _WANTED))
     size = min(available // count, num_requests // count)
     starts = [index * len(arrivals) // (2 * count) for index in range(2 * count)]
-    cut = [_stretch(arrivals[start : start + size]) for start in starts]
+    cut = [_make_stretch(arrivals[start : start + size]) for start in starts]
     train = sorted(cut[::2], key=lambda stretch: stretch.load)
     train.insert(0, train.pop(count // 2))
     return Parts(tuple(train), tuple(cut[1::2]))
 
 
-def _stretch(arrivals: Sequence[Arrival]) -> Stretch:
+def _make_stretch(arrivals: Sequence[Arrival]) -> Stretch:
     span = arrivals[-1][0] - arrivals[0][0]
     if span <= 0:
         raise WorkloadError(

@@ -236,7 +236,7 @@ def test_near_returns_a_linear_step_time_close_to_the_roofline(shape: ModelShape
         StepLoad.of_rows([(500, 1)] * 4 + [(0, 20)]),
         StepLoad.of_rows([(500, 1)] * 100 + [(0, 500)]),
     ):
-        assert model.near(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
+        assert model.to_linear(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
 
 
 # ---------------------------------------------------------------------- KV blocks

@@ -16,7 +16,7 @@ from pointsman.sim.report.summary import Targets, figures
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.stretches import Parts, split
-from pointsman.sim.trial import Job, Judge, score
+from pointsman.sim.trial import Job, Judge, combine_samples
 from pointsman.sim.tunables import HAVE_KNOBS, REPLICAS, Space, tunables
 from pointsman.sim.tune import Judged, Search, Tuning, tune
 from pointsman.sim.vllm_defaults import vllm_defaults
@@ -222,7 +222,7 @@ def test_a_scheduler_accepts_every_value_of_every_setting() -> None:
     space = Space(BASE, varied=VARIED)
     for tunable in tunables(VARIED):
         for value in tunable.values:
-            point = space.point({tunable.name: value})
+            point = space.make_point({tunable.name: value})
             assert getattr(space.config(point), tunable.name) == space.settings(point)[tunable.name]
             Scheduler(space.config(point))
 
@@ -246,11 +246,11 @@ def test_registered_policies_are_among_the_values_to_try() -> None:
 
 def test_contradictory_settings_become_the_nearest_consistent_ones() -> None:
     space = Space(BASE)
-    point = space.point({"max_num_batched_tokens": 384, "max_num_seqs": 1024, "long_prefill_token_threshold": 512})
+    point = space.make_point({"max_num_batched_tokens": 384, "max_num_seqs": 1024, "long_prefill_token_threshold": 512})
     settings = space.settings(point)
     assert (settings["max_num_seqs"], settings["long_prefill_token_threshold"]) == (384, 0)
-    assert space.changed(point) == ["max_num_batched_tokens", "max_num_seqs"]
-    assert space.changed(space.point({"max_num_batched_tokens": 256})) == ["max_num_batched_tokens"]
+    assert space.changed_settings(point) == ["max_num_batched_tokens", "max_num_seqs"]
+    assert space.changed_settings(space.make_point({"max_num_batched_tokens": 256})) == ["max_num_batched_tokens"]
 
 
 def test_a_base_value_between_listed_values_has_both_neighbours() -> None:
@@ -284,8 +284,8 @@ def test_split_refuses_too_few_or_simultaneous_requests() -> None:
 def test_requests_without_tokens_score_lower_than_late_ones() -> None:
     requests = parts(count=20)
     judge = Judge(stretches=requests.train, step_time=STEP_TIME, targets=Targets(ttft=0.001))
-    late = score([judge.measure(Job(BASE, 1, 0))])
-    refused = score([judge.measure(Job(BASE.replace(max_model_len=100), 1, 0))])
+    late = combine_samples([judge.measure(Job(BASE, 1, 0))])
+    refused = combine_samples([judge.measure(Job(BASE.replace(max_model_len=100), 1, 0))])
     assert late.share == refused.share == 0
     assert late.closeness > refused.closeness == 0
     assert (refused.num_refused, refused.ttft_p99, refused.itl_p99) == (20, None, None)
