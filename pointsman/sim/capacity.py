@@ -38,10 +38,11 @@ DENSE_GAP = 1e-6
 """Mean seconds between requests at the highest rate that is probed: all requests arrive at once."""
 _STEP_DOWN, _STEP_UP, _FARTHEST_DOWN = 0.7, 1.4, 0.1
 _SHORT_SPANS = 20
-"""Minimum duration of a probe's arrivals, in multiples of the TTFT target. A shorter probe shows no growing queue."""
+"""Minimum time from the first to the last arrival of a probe, in multiples of the TTFT target. A shorter probe cannot
+show that the queue grows."""
 _SHORT_LIVES = 5
-"""Minimum duration of a probe's arrivals, in multiples of a request's mean end-to-end time. A shorter probe ends before
-the empty service is full."""
+"""Minimum time from the first to the last arrival of a probe, in multiples of a request's mean end-to-end time. A
+shorter probe ends before the service, which is empty at the start, reaches its steady load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Question:
     """Makes the workload of a load. The load is a mean rate, in requests a second, or a number of users. Every call
     gives the same requests."""
     is_of_users: bool = False
-    """Whether a load is a number of users; otherwise it is a rate."""
+    """Whether the loads given to `workload` are numbers of users; otherwise they are rates."""
     config: SchedulerConfig
     """Configuration of each replica's scheduler."""
     step_time: StepTime

@@ -57,11 +57,11 @@ SPREADS = {
     "expert_share": 0.5,
     "r": 1.0,
 }
-"""Fitted coefficients, and the standard deviation of the logarithm of each (for r: of r - 1) about the start. Every row
-except an unfinished prefill samples, so a log cannot separate `per_sample` from `per_row`; `per_prefill` is fitted to
-steps alone."""
+"""Fitted coefficients, each with the standard deviation of its prior: that of the coefficient's logarithm (for r: the
+logarithm of r - 1) about its value at the start. Every row except an unfinished prefill samples, so a log cannot
+separate `per_sample` from `per_row`; `per_prefill` is fitted to steps alone."""
 SCALED = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "expert_weights")
-"""Coefficients in seconds."""
+"""Names of the coefficients that are seconds; a change of scale multiplies them all by one factor."""
 
 STARTS: dict[str, LinearStepTime] = {
     "sum": LinearStepTime(
@@ -88,12 +88,14 @@ FLOPs of a token relative to the time for reading the weights on GPUs; the ratio
 SLACK = 1.5
 """Multiple of the time at which the last training request finished: a simulation ends at this time at the latest."""
 PHASE, RELATIVE, TTFT_RELATIVE = 0.5, 0.01, 0.03
-"""Expected errors from chance: the share `PHASE` of a typical step, because a request arrives at any time within a
-step, and the share `RELATIVE` of the measured time (`TTFT_RELATIVE` of a TTFT)."""
+"""Errors of a simulated time that chance alone may cause. `PHASE`: as a fraction of a typical step's duration, because
+a request may arrive at any time within a step. `RELATIVE`: as a fraction of the measured time; `TTFT_RELATIVE`: the
+same for a TTFT."""
 TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.5
 """Weights of the TPOT and TTFT errors of a request; the end-to-end error has weight 1."""
 SOFT = 3.0
-"""Multiple of the error from chance above which errors count linearly, so that a few outliers do not decide."""
+"""An error above this multiple of the error from chance adds to the cost linearly, not squared, so that a few outliers
+do not dominate the fit."""
 NUM_SCALINGS, NEAR = 6, 0.02
 """Maximum number of simulations that find the scale of a start, and the relative error of the mean end-to-end time at
 which a scale is accepted."""
@@ -106,7 +108,8 @@ MAX_LATE, CONVERGED = 8, 0.95
 """Maximum number of further iterations of the best start. The search stops if the cost after an iteration is more than
 the share `CONVERGED` of the cost before it."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
-"""Approximate cost that chance alone may cause: a search for a lower cost would fit noise."""
+"""Approximate cost of the true step times, caused by chance alone. The last iterations stop at this cost, because a
+lower one would fit noise."""
 MAX_MOVE = 0.4
 """Maximum move of a coefficient when its slope is measured, relative to the coefficient. It limits the move of
 coefficients that hardly change the errors."""
@@ -320,7 +323,7 @@ class Start(NamedTuple):
     prior: LinearStepTime
     """Center of the prior, which pulls coefficients towards these values."""
     certainty: float = 1.0
-    """Divisor of the standard deviations in `SPREADS`."""
+    """The prior's standard deviations are those in `SPREADS`, divided by this number."""
     cost: float = math.inf
     """Lowest cost of the points so far, computed from errors that are means over simulations."""
     at_cost: Slopes | None = None
@@ -400,7 +403,7 @@ def regression_slopes(
 
 
 def gauss_newton_point(start: Start) -> LinearStepTime:
-    """The point to which Gauss-Newton moves from the best point of a start."""
+    """The step times that one Gauss-Newton iteration gives from the best point of a start."""
     from scipy.optimize import least_squares
 
     assert start.at_cost is not None

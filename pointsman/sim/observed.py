@@ -29,8 +29,8 @@ class Replayed:
     outcome: Outcome
     """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
     recorded: Trace[ObservedRequest]
-    """All requests in the recording that can be simulated, and the number of requests that cannot, because they have no
-    end or no token."""
+    """The recorded requests that can be simulated, also those beyond `limit`; and the number of left-out requests,
+    which did not finish or got no token."""
 
 
 def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:

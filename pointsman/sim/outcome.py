@@ -158,7 +158,8 @@ def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
 
 
 class _Within:
-    """The gaps between tokens within runs of decodes. All runs are handled together, as most runs are short.
+    """Computes the gaps between a request's tokens within runs of decodes, for all runs in one array operation, as most
+    runs are short.
 
     Args:
         runs: for each run, its start and the end of each of its steps.

@@ -37,7 +37,7 @@ PARTS = {
 }
 """Names, in messages, of the fields of a step's load (`StepLoad`)."""
 MIN_DISTANCE = 0.01
-"""Distance below a log's smallest load from which a load causes a warning, as a share of the log's largest load."""
+"""A load causes a warning if it is below the log's smallest load by more than this share of the log's largest load."""
 
 
 # ---------------------------------------------------------------------- settings of the engine

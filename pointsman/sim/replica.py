@@ -49,8 +49,8 @@ Int32Array = npt.NDArray[np.int32]
 MAX_STEPS_AT_ONCE = 4096
 """Maximum number of steps in one run of decodes; limits the size of the run's arrays."""
 MORE_STEPS = 1.2
-"""Ratio of the number of step times that a run computes to the expected number of decodes. With too few step times a
-second run would be necessary, which costs more."""
+"""A run of decodes computes this many times the expected number of step times. With too few of them a second run would
+be necessary, which costs more."""
 MIN_SECONDS = 1e-9
 """Minimum seconds of a step in an estimate of the number of steps until a time."""
 MAX_BUILT = 2**24
@@ -69,7 +69,7 @@ class _Decodes(NamedTuple):
     rows: Int64Array
     """Batch rows of the running requests."""
     num_left: Int64Array
-    """Number of tokens that the request of each row will still generate."""
+    """For each row, the number of tokens that its request has yet to generate."""
 
     def cut_before(self, time: float) -> _Decodes:
         """The run with only the steps that begin before `time`, at least one."""

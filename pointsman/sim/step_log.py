@@ -34,7 +34,8 @@ FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MAX_HOST = 2.0
-"""Multiple of the step's time after which the next `schedule` is too late: the host then waited for something else."""
+"""If the next `schedule` comes later than this multiple of a step's time, the host is assumed to have waited for
+something else, and the interval is not used."""
 MIN_STEPS = 20
 """Minimum number of steps: fewer steps cannot determine seven coefficients and also judge the fit."""
 ATTENDED_SPREAD = 10.0

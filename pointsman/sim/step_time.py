@@ -256,10 +256,10 @@ class _Decodes(NamedTuple):
 
 KNOWN_RUN = "a measured run of vLLM 0.19 with Llama-3.1-8B on an RTX PRO 6000"
 KNOWN_ERRORS = {"TTFT": -0.47, "TPOT": -0.20, "end-to-end times": -0.26}
-"""Errors (predicted / measured - 1) of `RooflineStepTime` on the only measured run that it was compared with. TTFT and
-TPOT: errors of the mean time; end-to-end times: mean of the requests' errors. The run: 300 ShareGPT requests at about
-10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048, from the LLMServingSim repository (bench/examples).
-tests/sim/test_calibrate.py computes them again."""
+"""Errors of `RooflineStepTime` without calibration, as predicted / measured - 1, on the only measured run that it was
+compared with. For TTFT and TPOT: the error of the mean over all requests. For end-to-end times: the mean of the errors
+of single requests. The run: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens
+2048, from the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from pointsman.sim.workload import Arrival
 MIN_REQUESTS = 10
 """Minimum number of requests of a stretch."""
 _WANTED = 500
-"""Minimum number of requests of a stretch if a part has several stretches; it has at most `_MAX_STRETCHES`."""
+"""Minimum number of requests of a stretch if a part has several stretches. A part has at most `_MAX_STRETCHES`
+stretches."""
 _MAX_STRETCHES = 3
 
 
@@ -26,7 +27,7 @@ class Stretch:
 
     arrivals: tuple[Arrival, ...]
     seconds: float
-    """Seconds in which the stretch's number of requests arrives, on average."""
+    """Mean seconds in which as many requests arrive as the stretch has."""
 
     @property
     def num_requests(self) -> int:

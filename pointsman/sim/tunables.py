@@ -35,7 +35,7 @@ class Tunable:
     """Whether the setting makes a difference only if KV blocks run out."""
 
     def neighbours_of(self, value: Any) -> list[Any]:
-        """The values one notch below and above `value`; without an order, all other values."""
+        """The values directly below and above `value` in the list; if the values have no order, all other values."""
         if not self.is_ordered:
             return [other for other in self.values if other != value]
         at = self.values.index(value)
@@ -169,7 +169,8 @@ class Space:
         return int(self.settings(point).get(REPLICAS, self._fewest))
 
     def changed_settings(self, point: Point) -> list[str]:
-        """The scheduler's settings that differ from the base, except for differences that other settings require."""
+        """The scheduler's settings in which the point differs from the base, without settings that had to change
+        because of another setting."""
         settings, base = self.settings(point), self.settings(self.base)
         return [
             each.name
@@ -178,7 +179,8 @@ class Space:
         ]
 
     def neighbours(self, point: Point, names: Sequence[str]) -> list[tuple[str, Point]]:
-        """(setting, point) of all points that differ by one notch of one of the settings `names`."""
+        """(setting, point) of all points that differ from `point` in one of the settings `names`, by one value in the
+        list."""
         settings = self.settings(point)
         found: list[tuple[str, Point]] = []
         for each in self.tunables:

@@ -42,12 +42,13 @@ another number of workers does not."""
 _HOPELESS = 0.75
 """Share of the best goodput on the first stretch below which a point is not simulated on the other stretches."""
 _SHORT = 0.8
-"""Share of used blocks from which the pool may be short."""
+"""If a replica's requests hold at least this share of the blocks, the pool counts as possibly short of blocks."""
 _MAX_CLIMBS = 3
 _AS_GOOD = 0.995
 """Share of the best goodput from which points count as equal: the simplest of them is chosen."""
 _TIE = 1e-3
-"""Weight of closeness beside the share of good requests: it decides only between equal shares."""
+"""Weight of `Score.closeness` relative to the goodput, when points are compared: closeness decides only between points
+of equal goodput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Tuning:
     judged: Judged | None = None
     """The chosen trial with its score on the held-out part; None: not judged yet."""
     neighbours: list[tuple[str, Trial]] = field(default_factory=list)
-    """(setting, trial) of the trials that differ from the chosen one by a notch of one setting."""
+    """(setting, trial) of the trials that differ from the chosen one in one setting, by one value in its list."""
     not_searched: list[str] = field(default_factory=list)
     """Settings that make no difference because the KV pool is never short of blocks."""
     hull: Hull | None = None
@@ -105,8 +106,8 @@ class Tuning:
 
     @property
     def gain(self) -> float | None:
-        """Relative gain in goodput of the chosen trial over the defaults, on the held-out part. Infinite if only the
-        defaults have no goodput; None if neither has goodput, or the chosen trial was not judged."""
+        """Goodput of the chosen trial divided by that of the defaults, minus 1, on the held-out part. Infinite if only
+        the defaults have goodput 0. None if both have goodput 0, or the chosen trial was not judged."""
         if self.judged is None or self.judged_defaults is None:
             return None
         mine, theirs = self.judged.goodput, self.judged_defaults.goodput

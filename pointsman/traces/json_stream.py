@@ -152,7 +152,8 @@ class JsonStream:
             raise self._syntax_error("the end of the value expected")
 
     def _read_more(self, size: int) -> bool:
-        """Read about `size` more characters, and forget the text before the position; False: at the end of the file."""
+        """Read about `size` more characters, and drop the text before the position. Returns False at the end of the
+        file."""
         while not self._ended:
             data = self._file.read(size)
             self._ended = not data

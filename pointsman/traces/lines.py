@@ -148,9 +148,9 @@ class _BlockSize:
     """Infers the number of tokens that a hash id covers from the length and the number of ids of each prompt.
 
     Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens after the last id are not shared. Blocks
-    of 16 tokens (Qwen-Bailian): a prompt with ids has one id for each block, the last, partial block included. Only a
-    prompt of up to 16 tokens with one id fits both. The id covers the whole prompt, so both sizes give the same result,
-    and later lines decide.
+    of 16 tokens (Qwen-Bailian): a prompt with ids has one id for each block, the last, partial block included. A prompt
+    of up to 16 tokens with one id fits both sizes. Its id covers the whole prompt with either size, so the size can be
+    left to later lines.
     """
 
     def __init__(self) -> None:

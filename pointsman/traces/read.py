@@ -95,7 +95,7 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
 
 
 def _open(path: str | PathLike[str]) -> io.BufferedReader:
-    """Open a file or a pipe whose head can be peeked at before it is read."""
+    """Open a file or a pipe so that its first bytes can be inspected (`peek`) before it is read."""
     return io.BufferedReader(open_input(path), HEAD)
 
 

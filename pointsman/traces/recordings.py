@@ -25,8 +25,8 @@ from pointsman.traces.values import Broken, check_integer, check_number, check_t
 
 @dataclass(slots=True)
 class _Recorded:
-    """A request, as known from the lines of the recording that were read so far. Of its prompt tokens, only those of
-    the last, partial block are kept."""
+    """A request of a recording, updated with each line that is read. Full blocks of its prompt are kept as hash ids;
+    only the tokens of the last, partial block are stored."""
 
     request_id: str
     queued: float

@@ -23,7 +23,7 @@ class TraceError(PointsmanError, ValueError):
 
 
 class LeftOut(StrEnum):
-    """Reasons for which a row of a file is left out. Reports print the values as words."""
+    """Reasons for which a row of a trace file is left out. The values are the words that messages and reports print."""
 
     NO_PROMPT = "without prompt tokens"
     NO_OUTPUT = "without output tokens"

@@ -1,4 +1,4 @@
-"""Logs as an engine would have measured them. The simulator makes them, so that the true step times are known."""
+"""Makes logs of measured requests. The simulator makes them, so that the true step times are known."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
 @pytest.mark.long
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_fit_predicts_different_models_devices_and_rates(name: str) -> None:
-    """Steps vary by 2.5 %, so the true step times have errors too, and hardly smaller ones."""
+    """Step times in the log have 2.5 % noise, so a prediction by the true step times would hardly have smaller
+    errors."""
     truth, rate, settings, options = DEVICES[name]
     log = measured_log(300, rate, truth, settings, noise=0.025, **{"output": 150, **options})
     found = from_requests(log, settings, train=105)
@@ -318,7 +319,7 @@ def test_scatter_of_short_prompts_does_not_slow_predicted_long_prompts() -> None
 
 
 def test_attention_time_in_a_log_overrides_the_prior() -> None:
-    """However far it is from the usual ratio of models."""
+    """The fitted `per_attended` follows the log, however far it is from the ratio that is typical of models."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-5, per_attended=5e-8)
     found = fit_steps(*attention_steps(truth, 200, 500, 1, 0.1))

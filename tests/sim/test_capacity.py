@@ -56,7 +56,7 @@ def question(
 
 
 def nested(found: Capacity) -> tuple[Probe, Probe]:
-    """Both sides of the bracket; no probe contradicts them."""
+    """Check that no probe contradicts the bracket; returns its two probes (`meets`, `misses`)."""
     assert found.meets is not None and found.misses is not None
     assert found.meets.rate < found.misses.rate
     for probe in found.probes:

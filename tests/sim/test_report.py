@@ -93,7 +93,7 @@ def test_weighted_percentiles_are_those_of_repeated_values(seed: int) -> None:
 
 @pytest.mark.parametrize("num_values", [CELLS // 2, 10 * CELLS])
 def test_a_resample_with_each_block_once_equals_all_values(num_values: int) -> None:
-    """With cells that hold several values too, up to the width of a cell."""
+    """If cells hold several values, the figures agree up to the width of a cell."""
     values = np.random.default_rng(1).exponential(size=num_values)
     draws = Draws(40, 3, seed=0)
     draws.times[:] = 1.0

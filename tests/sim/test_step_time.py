@@ -46,7 +46,7 @@ MODELS: dict[str, StepTime] = {
     "latent": RooflineStepTime(shape=DEEPSEEK, device=device("h200"), tensor_parallel=8),
 }
 HIDING = {"asynchronous", "overlapping-asynchronous"}
-"""The host may take longer than the device."""
+"""Names of the step-time models in which the host's time may be longer than the device's."""
 LOADS = {
     "decodes": StepLoad.of_rows([(999, 1)] * 8),
     "prefill": StepLoad.of_rows([(0, 2048)]),

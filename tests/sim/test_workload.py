@@ -211,7 +211,8 @@ def test_generated_requests_are_lazy_and_reproducible() -> None:
 
 
 def test_changed_arrivals_keep_prompts_and_changed_prompts_keep_arrivals() -> None:
-    """Other prompts, or other arrivals, change nothing else."""
+    """With other prompt lengths, arrivals and outputs stay the same; with other arrivals, all requests stay the
+    same."""
     base = Generated(PoissonArrivals(3), LENGTHS, num_requests=2000)
     changed = replace(base, lengths=replace(LENGTHS, prompt=parse_distribution("mix:0.5*10+0.5*lognormal:9,1")))
     slower = replace(base, arrivals=GammaArrivals(1, 3))

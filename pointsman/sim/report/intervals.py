@@ -37,7 +37,8 @@ _STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval; None: there is no value or no interval."""
+    """A figure (`value`) with its 95 % confidence interval (`low` to `high`). `value` None: the figure is missing;
+    `low` and `high` None: there is no interval."""
 
     value: float | None = None
     low: float | None = None
@@ -88,8 +89,7 @@ class Draws:
 
 
 def choose_num_blocks(num_values: int) -> int:
-    """The number of blocks for `num_values` requests: with more requests, blocks are longer and, up to a limit, more
-    numerous."""
+    """The number of blocks for `num_values` requests: the square root of `num_values`, at most `MAX_BLOCKS`."""
     return min(MAX_BLOCKS, math.isqrt(num_values))
 
 

@@ -163,7 +163,7 @@ def _points(finding: Finding, panel: Points) -> tuple[str, int]:
 
 
 def _axis(finding: Finding, panel: Points, name: str, start: int, stop: int) -> tuple[Axis, list[float], str]:
-    """The axis of the figure `name`, the positions of the variants on the axis, and the axis' unit."""
+    """The axis for the figure called `name`, each variant's position on this axis, and the figure's unit."""
     unit = next(figure.unit for figure in finding.scenario.figures if figure.name == name)
     values = np.array([finding.value(name, variant, panel.load) for variant in panel.variants])
     is_log = values.min() > 0 and values.max() / values.min() > _LOG_FROM

@@ -75,8 +75,8 @@ def _computed_prompt_tokens(run: Run) -> float:
 
 
 def _prefix_times(run: Run) -> float | None:
-    """How often the tokens of the system prompt were computed; None: some requests have several turns, or no system
-    prompt."""
+    """Number of times that the system prompt was computed. None: not known, because some requests have several turns or
+    no system prompt."""
     requests = run.outcome.requests
     if any(request.turns or not request.block_hash_ids for request in requests):
         return None
