@@ -42,7 +42,7 @@ def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None
         estimates.append(estimate)
         return SMALL
 
-    monkeypatch.setattr(calibration, "search", found)
+    monkeypatch.setattr(calibration, "search_step_times", found)
     return given
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_not_a_log_leaves_no_profile(pointsman: Callable[..., Any
         if before is not None:
             profile.write_text(before)
         ended = pointsman("calibrate", tmp_path / "log.csv", "--output", profile)
-        assert ended.code == 2 and "begins like this: 'when,how long'" in ended.err
+        assert ended.code == 2 and "begins with 'when,how long'" in ended.err
         assert (profile.read_text() if profile.exists() else None) == before
 
 
