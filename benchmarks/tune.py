@@ -24,7 +24,7 @@ from pointsman.sim.report.summary import Targets as Limits
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.step_time import RooflineStepTime
 from pointsman.sim.stretches import Parts, split
-from pointsman.sim.trial import Job, Judge, score
+from pointsman.sim.trial import Job, Judge, combine_samples
 from pointsman.sim.tunables import Point, Space
 from pointsman.sim.tune import MIN_GAIN, Search, tune
 from pointsman.sim.vllm_defaults import vllm_defaults
@@ -135,12 +135,12 @@ def best_of_grid(search: Search, runner: Runner, grid: dict[str, tuple[Any, ...]
     """The highest goodput of any point on the held-out part, that point, and the number of points."""
     space, parts = search.space, search.parts
     points = list(
-        dict.fromkeys(space.point(dict(zip(grid, values, strict=True))) for values in product(*grid.values()))
+        dict.fromkeys(space.make_point(dict(zip(grid, values, strict=True))) for values in product(*grid.values()))
     )
     held_out = range(len(parts.train), len(parts.train) + len(parts.held_out))
     configs = [search.sized(space.config(point)) for point in points]
     samples = runner.run([Job(config, 1, stretch) for config in configs for stretch in held_out])
-    goodputs = [score([next(samples) for _ in held_out]).goodput for _ in points]
+    goodputs = [combine_samples([next(samples) for _ in held_out]).goodput for _ in points]
     best = max(goodputs)
     return best, points[goodputs.index(best)], len(points)
 
@@ -157,14 +157,14 @@ def compare(case: Case, num_workers: int, quick: bool) -> dict[str, Any]:
         grid, point, num_points = best_of_grid(search, runner, QUICK_GRID if quick else GRID)
     assert found.judged_defaults is not None and found.recommended is not None
     settings, space = found.recommended.trial.settings, search.space
-    changed = space.changed(space.point(settings))
+    changed = space.changed_settings(space.make_point(settings))
     return {
         "defaults": found.judged_defaults.goodput,
         "grid": grid,
         "tuned": found.recommended.goodput,
         "is_gain": found.is_gain,
         "settings": {name: settings[name] for name in changed},
-        "grid_settings": {name: space.settings(point)[name] for name in space.changed(point)},
+        "grid_settings": {name: space.settings(point)[name] for name in space.changed_settings(point)},
         "num_points": num_points,
         "num_trials": len(found.trials),
         "cpu_seconds": round(seconds, 1),

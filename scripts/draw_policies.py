@@ -21,7 +21,7 @@ from rich.console import Console
 from pointsman.cli.scenario import print_figures
 from pointsman.cli.simulation import what_serves
 from pointsman.core import SchedulerConfig
-from pointsman.sim.report.course import Levels, courses, levels, scaled, span
+from pointsman.sim.report.course import Levels, courses, levels, scale_levels, time_span
 from pointsman.sim.scenarios.picture import write_svg
 from pointsman.sim.scenarios.scenario import (
     H100_BLOCKS,
@@ -73,7 +73,7 @@ def longest_ttft(run: Run) -> float:
 
 def mean_ttft_of(stream: str, run: Run) -> float | None:
     """Mean TTFT of a stream; None: there is no such stream."""
-    own = run.ttft[run.of(stream)]
+    own = run.ttft[run.is_of_streams(stream)]
     return float(np.nanmean(own)) if len(own) else None
 
 
@@ -93,7 +93,7 @@ def hits(run: Run) -> float | None:
 
 def hits_of(stream: str, run: Run) -> float | None:
     """Share of cached tokens of a stream; None: there is no such stream."""
-    timings, own = run.outcome.timings, run.of(stream)
+    timings, own = run.outcome.timings, run.is_of_streams(stream)
     if not own.any():
         return None
     return float(timings.num_cached_tokens[own].sum() / timings.num_prompt_tokens[own].sum())
@@ -114,13 +114,13 @@ HITS, AGENTS_HITS, AGENTS_MEAN = "prefix hits", "prefix hits of agents", "mean T
 def kv_use(outcome: Outcome, config: SchedulerConfig) -> Levels:
     """Used blocks over time, in percent of the pool."""
     (run,) = courses(outcome)
-    return scaled(levels(run, run.kv_cache_usage, *span(outcome)), 100)
+    return scale_levels(levels(run, run.kv_cache_usage, *time_span(outcome)), 100)
 
 
 def queued(most: int, outcome: Outcome, config: SchedulerConfig) -> Levels:
     """Waiting requests over time, in percent of `most`."""
     (run,) = courses(outcome)
-    return scaled(levels(run, run.num_waiting, *span(outcome)), 100 / most)
+    return scale_levels(levels(run, run.num_waiting, *time_span(outcome)), 100 / most)
 
 
 def ttft_over_time(tenant: str, most: float, outcome: Outcome, config: SchedulerConfig) -> Levels:

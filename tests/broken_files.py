@@ -194,8 +194,8 @@ def _profile(folder: Path) -> Path:
     from pointsman.sim.step_time import LinearStepTime, StepLoad
 
     hull = Hull()
-    hull.add(StepLoad(10, 1, 10, 10, 1))
-    hull.add(StepLoad(512, 8, 4000, 9000, 8))
+    hull.add_load(StepLoad(10, 1, 10, 10, 1))
+    hull.add_load(StepLoad(512, 8, 4000, 9000, 8))
     settings = EngineSettings(max_num_seqs=24, max_num_batched_tokens=512)
     made = Profile(
         step_time=LinearStepTime(per_step=1e-3),
@@ -424,7 +424,7 @@ def _command(*arguments: str) -> Callable[[Path], object]:
 _TRACE = ("pointsman.traces:TraceError",)
 _MODEL = ("pointsman.engine.errors:ModelLoadError",)
 _COMMAND = ("pointsman.cli.errors:CommandError",)
-_LINE = r"line \d+|request |nothing to serve"
+_LINE = r"line \d+|request "
 # The command adds the file's name to a recording's errors.
 _REPLAYED = ("pointsman.core:RecordingError", "pointsman.core:ReplayDifference", "builtins:ValueError")
 

@@ -26,7 +26,7 @@ from pointsman.sim.observed import Replayed, replayed, times_of
 from pointsman.sim.profile import PARTS, Hull, Profile, WatchedStepTime
 from pointsman.sim.report import Report, figures
 from pointsman.sim.report.intervals import Distribution
-from pointsman.sim.report.layout import number
+from pointsman.sim.report.layout import format_number
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_log import fit_steps, observed_steps
 from pointsman.sim.workload import OpenLoop
@@ -267,7 +267,7 @@ def _cells(row: Row, has_targets: bool) -> list[str]:
     cells = [row.name + (" *" if row.outside else "")]
     for distribution in (report.ttft, report.tpot, report.itl, report.e2e):
         cells += [_milliseconds(distribution, quantile) for quantile in QUANTILES]
-    cells += [f"{sum(report.counts.preemptions.values()):,}", number(report.output_tokens_per_second.value)]
+    cells += [f"{sum(report.counts.preemptions.values()):,}", format_number(report.output_tokens_per_second.value)]
     if has_targets:
         assert report.goodput is not None
         share = report.goodput.share.value
@@ -277,7 +277,7 @@ def _cells(row: Row, has_targets: bool) -> list[str]:
 
 def _milliseconds(distribution: Distribution, quantile: str) -> str:
     value = getattr(distribution, quantile).value
-    return number(None if value is None else 1e3 * value)
+    return format_number(None if value is None else 1e3 * value)
 
 
 def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], problems: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
-from pointsman.sim.fit import Problem, Progress, run_log, search, times_of, typical_load
+from pointsman.sim.fit import Problem, Progress, search_step_times, simulate_log, simulated_times, typical_load
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
 from pointsman.sim.step_time import RooflineStepTime
@@ -127,14 +127,14 @@ def from_requests(
     order = np.argsort(times.last_token, kind="stable")
     trained, others = order[:num_train], order[num_train:]
     problem = Problem(measured, trained, config)
-    guess = None if estimate is None else estimate.near(typical_load(problem))
-    step_time = search(problem, estimate=guess, num_processes=num_processes, progress=progress)
+    guess = None if estimate is None else estimate.to_linear(typical_load(problem))
+    step_time = search_step_times(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)
-    run_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
+    simulate_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
     everything = np.arange(len(measured))
-    timings = run_log(measured, config, step_time)
-    predicted = times_of(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
+    timings = simulate_log(measured, config, step_time)
+    predicted = simulated_times(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
     training = RequestErrors.between(predicted[trained], times[trained])
     held_out = RequestErrors.between(predicted[others], times[others])
     profile = Profile(
@@ -196,12 +196,12 @@ def _num_train(train: int | None, count: int, what: str, minimum: int, maximum: 
         train = min(count // 2, maximum)
         if train < minimum:
             raise CalibrationError(
-                f"the log has {count} {what}; a fit needs at least {2 * minimum}, half to judge it by"
+                f"the log has {count} {what}; a fit needs at least {2 * minimum}, half to judge it by: record more"
             )
         return train
     if train >= count:
         raise CalibrationError(
-            f"train is {train} and the log has {count} {what}; some must be left to judge the fit by: "
+            f"train is {train}, but the log has {count} {what} and some must remain to judge the fit by: "
             f"use at most {count - MIN_HELD_OUT}"
         )
     if train < minimum:
@@ -215,19 +215,19 @@ def _check_times(measured: Sequence[MeasuredRequest], source: str) -> None:
         name = each.request_id or f"queued at {each.queued:g} s"
         if not each.ttft > 0:
             raise CalibrationError(
-                f"{source}, request {name}: its first token came {each.ttft:g} s after it was queued; it must be "
-                "more than 0 s: leave the request out"
+                f"{source}, request {name}: the first token came {each.ttft:g} s after the request was queued; the "
+                "time must be more than 0 s: remove the request from the log"
             )
         if each.request.num_output_tokens == 1 and each.last_token > each.first_token:
             raise CalibrationError(
-                f"{source}, request {name}: it has 1 output token, and its last one came "
-                f"{each.last_token - each.first_token:g} s after its first; correct the number of tokens"
+                f"{source}, request {name}: the request has 1 output token, but its last token came "
+                f"{each.last_token - each.first_token:g} s after its first; correct the number of output tokens"
             )
     with_gaps = [each for each in measured if each.request.num_output_tokens > 1]
     if with_gaps and all(each.last_token == each.first_token for each in with_gaps):
         raise CalibrationError(
-            f"{source}: every request got its last token with its first one, so outputs were not streamed; measure "
-            "with streaming"
+            f"{source}: every request got its first and its last token at one time, so outputs were not streamed; "
+            "measure with streaming"
         )
 
 
@@ -237,13 +237,14 @@ def _config(measured: Sequence[MeasuredRequest], settings: EngineSettings, sourc
     if settings.max_model_len is not None and longest > settings.max_model_len:
         name = measured[lengths.index(longest)].request_id
         raise CalibrationError(
-            f"{source}, request {name}: it has {longest} tokens and max_model_len is {settings.max_model_len}; give "
-            "the engine's own"
+            f"{source}, request {name}: the request has {longest} tokens, more than max_model_len "
+            f"{settings.max_model_len}; give the engine's max_model_len"
         )
     if settings.num_blocks is not None and longest > settings.num_blocks * settings.block_size:
         raise CalibrationError(
-            f"{source}: a request has {longest} tokens, and num_blocks {settings.num_blocks} of block_size "
-            f"{settings.block_size} hold {settings.num_blocks * settings.block_size}; give the engine's own numbers"
+            f"{source}: a request has {longest} tokens, but num_blocks {settings.num_blocks} with block_size "
+            f"{settings.block_size} hold only {settings.num_blocks * settings.block_size}; give the engine's "
+            "num_blocks and block_size"
         )
     try:
         config = settings.config(longest, len(measured))
@@ -303,4 +304,4 @@ def _recorded_settings(config: dict[str, Any], path: str | PathLike[str]) -> Eng
             kv_groups=tuple(KVGroup(*group) for group in config.get("kv_groups", ())),
         )
     except (KeyError, TypeError) as error:
-        raise CalibrationError(f"{path}, line 1: the recording's config has no {error}; record it again") from None
+        raise CalibrationError(f"{path}, line 1: the recording's config has no {error}; make a new recording") from None

@@ -38,10 +38,11 @@ DENSE_GAP = 1e-6
 """Mean seconds between requests at the highest rate that is probed: all requests arrive at once."""
 _STEP_DOWN, _STEP_UP, _FARTHEST_DOWN = 0.7, 1.4, 0.1
 _SHORT_SPANS = 20
-"""Minimum duration of a probe's arrivals, in multiples of the TTFT target. A shorter probe shows no growing queue."""
+"""Minimum time from the first to the last arrival of a probe, in multiples of the TTFT target. A shorter probe cannot
+show that the queue grows."""
 _SHORT_LIVES = 5
-"""Minimum duration of a probe's arrivals, in multiples of a request's mean end-to-end time. A shorter probe ends before
-the empty service is full."""
+"""Minimum time from the first to the last arrival of a probe, in multiples of a request's mean end-to-end time. A
+shorter probe ends before the service, which is empty at the start, reaches its steady load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Question:
     """Makes the workload of a load. The load is a mean rate, in requests a second, or a number of users. Every call
     gives the same requests."""
     is_of_users: bool = False
-    """Whether a load is a number of users; otherwise it is a rate."""
+    """Whether the loads given to `workload` are numbers of users; otherwise they are rates."""
     config: SchedulerConfig
     """Configuration of each replica's scheduler."""
     step_time: StepTime
@@ -96,9 +97,9 @@ class Question:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise SimulationError(f"share is {self.share}; it must be above 0 and at most 1")
+            raise SimulationError(f"share of requests is {self.share}; it must be above 0 and at most 1")
         if not self.targets:
-            raise SimulationError("there is no target; give one on TTFT or ITL")
+            raise SimulationError("no latency target is given; give one for TTFT or ITL")
 
     def probe(self, load: float, num_replicas: int) -> Probe:
         """Simulate the service under a load.
@@ -207,7 +208,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
         rate *= step
         step = min(max(step * step, _FARTHEST_DOWN), 1 / _FARTHEST_DOWN)
         found.add(question.probe(rate, num_replicas))
-    while (bracket := _bracket(found))[1] > bracket[0] * (1 + tolerance):
+    while (bracket := _bracket_rates(found))[1] > bracket[0] * (1 + tolerance):
         found.add(question.probe(math.sqrt(bracket[0] * bracket[1]), num_replicas))
     return found
 
@@ -242,7 +243,9 @@ def fewest_replicas(question: Question, load: float, low: int, high: int) -> Cap
         SimulationError: an argument is out of range.
     """
     if not 1 <= low <= high:
-        raise SimulationError(f"replicas are from {low} to {high}; the range must begin at 1 or more, and not descend")
+        raise SimulationError(
+            f"the range of replicas is {low} to {high}; it must begin at 1 or more and not end below its begin"
+        )
     if not 0 < load < math.inf:
         raise SimulationError(f"the load is {load} requests a second or users; it must be finite and above 0")
     found = Capacity()
@@ -265,7 +268,7 @@ def _bisect(meets_at: Callable[[int], bool], meets: int, misses: int, tolerance:
             misses = middle
 
 
-def _bracket(found: Capacity) -> tuple[float, float]:
+def _bracket_rates(found: Capacity) -> tuple[float, float]:
     assert found.meets is not None and found.misses is not None
     return found.meets.rate, found.misses.rate
 
@@ -280,4 +283,4 @@ def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
 
 def _check_tolerance(tolerance: float) -> None:
     if not 0 < tolerance < math.inf:
-        raise SimulationError(f"tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+        raise SimulationError(f"tolerance is {tolerance}; it must be finite and above 0; 0.02 means 2 %")

@@ -60,7 +60,7 @@ def device(name: str) -> Device:
     Raises:
         UnknownName: no device has that name.
     """
-    key = _key(name)
+    key = _normalised_name(name)
     if key == "cpu":
         return measure_cpu()
     if key not in _BY_KEY:
@@ -115,7 +115,9 @@ def _machine_memory() -> int:
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # AttributeError: Windows
-        raise SimulationError("this system does not report its memory; give it as measure_cpu(memory=bytes)") from None
+        raise SimulationError(
+            "this system does not report its memory size; give the size as measure_cpu(memory=BYTES)"
+        ) from None
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # limit of a container, if any
     except OSError:
@@ -199,7 +201,7 @@ _ALIASES: Mapping[str, str] = {
 }
 
 
-def _key(name: str) -> str:
+def _normalised_name(name: str) -> str:
     """`name` without differences of spelling: case, spaces, hyphens, the vendor."""
     key = "".join(char for char in name.lower() if char.isalnum())
     for vendor in ("nvidia", "amd", "geforce", "instinct"):
@@ -208,6 +210,6 @@ def _key(name: str) -> str:
 
 
 _BY_KEY: Mapping[str, Device] = {
-    **{_key(entry.name): entry for entry in _TABLE},
-    **{_key(alias): DEVICES[name] for alias, name in _ALIASES.items()},
+    **{_normalised_name(entry.name): entry for entry in _TABLE},
+    **{_normalised_name(alias): DEVICES[name] for alias, name in _ALIASES.items()},
 }

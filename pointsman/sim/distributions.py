@@ -62,7 +62,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        _check(self, "value", minimum=0)
+        _check_field(self, "value", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return np.full(n, float(self.value))
@@ -77,8 +77,8 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        _check(self, "low", minimum=0)
-        _check(self, "high", minimum=self.low)
+        _check_field(self, "low", minimum=0)
+        _check_field(self, "high", minimum=self.low)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.uniform(self.low, self.high, n)
@@ -92,7 +92,7 @@ class Exponential:
     average: float
 
     def __post_init__(self) -> None:
-        _check(self, "average", minimum=0)
+        _check_field(self, "average", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.exponential(self.average, n)
@@ -108,8 +108,8 @@ class LogNormal:
     """Standard deviation of the logarithm."""
 
     def __post_init__(self) -> None:
-        _check(self, "median", above=0)
-        _check(self, "sigma", minimum=0)
+        _check_field(self, "median", above=0)
+        _check_field(self, "sigma", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.lognormal(math.log(self.median), self.sigma, n)
@@ -171,7 +171,7 @@ class ConstantArrivals:
     rate: float
 
     def __post_init__(self) -> None:
-        _check(self, "rate", above=0)
+        _check_field(self, "rate", above=0)
 
     def gaps(self, rng: np.random.Generator, n: int) -> Floats:
         return np.full(n, 1 / self.rate)
@@ -182,7 +182,7 @@ class PoissonArrivals:
     rate: float
 
     def __post_init__(self) -> None:
-        _check(self, "rate", above=0)
+        _check_field(self, "rate", above=0)
 
     def gaps(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.exponential(1 / self.rate, n)
@@ -195,8 +195,8 @@ class GammaArrivals:
     """Coefficient of variation of the gaps: 1 is Poisson; above 1, arrivals are less regular."""
 
     def __post_init__(self) -> None:
-        _check(self, "rate", above=0)
-        _check(self, "cv", above=0)
+        _check_field(self, "rate", above=0)
+        _check_field(self, "cv", above=0)
 
     def gaps(self, rng: np.random.Generator, n: int) -> Floats:
         shape = self.cv**-2
@@ -210,8 +210,8 @@ class BurstArrivals:
     """Number of requests that arrive at one time; bursts are independent of each other."""
 
     def __post_init__(self) -> None:
-        _check(self, "rate", above=0)
-        _check(self, "size", minimum=1)
+        _check_field(self, "rate", above=0)
+        _check_field(self, "size", minimum=1)
         if self.size != int(self.size):
             raise WorkloadError(f"size is {self.size}; it must be a whole number of requests")
 
@@ -248,12 +248,12 @@ def parse_distribution(text: str) -> Distribution:
     name, colon, rest = text.strip().partition(":")
     name = name.strip().lower()
     if not colon:
-        return Constant(_number(name, text))
+        return Constant(_parse_number(name, text))
     if name == "mix":
-        return Mixture(tuple(_part(part, text) for part in re.split(r"\+(?=[^+*:]+\*)", rest)))
+        return Mixture(tuple(_parse_mixture_part(part, text) for part in re.split(r"\+(?=[^+*:]+\*)", rest)))
     if name == "values":
-        return Empirical(tuple(_number(value, text) for value in rest.split(",")))
-    return _named(_DISTRIBUTIONS, name, rest, text, ", values, mix")
+        return Empirical(tuple(_parse_number(value, text) for value in rest.split(",")))
+    return _parse_named(_DISTRIBUTIONS, name, rest, text, ", values, mix")
 
 
 def parse_arrivals(text: str) -> Arrivals:
@@ -263,43 +263,49 @@ def parse_arrivals(text: str) -> Arrivals:
         WorkloadError: `text` is not the name of an arrival process.
     """
     name, _, rest = text.strip().partition(":")
-    return _named(_ARRIVALS, name.strip().lower(), rest, text, "")
+    return _parse_named(_ARRIVALS, name.strip().lower(), rest, text, "")
 
 
-def _part(part: str, text: str) -> tuple[float, Distribution]:
+def _parse_mixture_part(part: str, text: str) -> tuple[float, Distribution]:
     weight, star, distribution = part.partition("*")
     if not star or distribution.lstrip().lower().startswith("mix:"):
-        raise WorkloadError(f"{text!r}: {part!r} is no part of a mixture; write them like {_MIX_EXAMPLE}")
-    return _number(weight, text), parse_distribution(distribution)
+        raise WorkloadError(
+            f"{text!r}: {part!r} is not PROBABILITY*DISTRIBUTION; write the mixture like {_MIX_EXAMPLE}"
+        )
+    return _parse_number(weight, text), parse_distribution(distribution)
 
 
-def _named(known: dict[str, Callable[..., T]], name: str, rest: str, text: str, others: str) -> T:
-    if name not in known:
-        raise WorkloadError(f"{text!r}: unknown {name!r}; known are {', '.join(known)}{others}")
-    make = known[name]
+def _parse_named(
+    known_forms: dict[str, Callable[..., T]], name: str, values_text: str, text: str, other_forms: str
+) -> T:
+    if name not in known_forms:
+        raise WorkloadError(f"{text!r}: unknown form {name!r}; known forms are {', '.join(known_forms)}{other_forms}")
+    make = known_forms[name]
     names = [each.name for each in fields(make)]  # type: ignore[arg-type]
-    values = [_number(value, text) for value in rest.split(",")]
+    values = [_parse_number(value, text) for value in values_text.split(",")]
     if len(values) != len(names):
-        raise WorkloadError(f"{text!r}: {len(values)} of {len(names)} values; write {name}:{','.join(names)}")
+        raise WorkloadError(
+            f"{text!r} has {len(values)} values, but needs {len(names)}; write {name}:{','.join(names)}"
+        )
     try:
         return make(*values)
     except WorkloadError as error:
         raise WorkloadError(f"{text!r}: {error}") from None
 
 
-def _number(value: str, text: str) -> float:
+def _parse_number(value: str, text: str) -> float:
     try:
         number = float(value)
     except ValueError:
         raise WorkloadError(
-            f"{text!r}: {value.strip()!r} is no number; write a number or a form like lognormal:150,0.8"
+            f"{text!r}: {value.strip()!r} is not a number; write a number or a form like lognormal:150,0.8"
         ) from None
     if not math.isfinite(number):
-        raise WorkloadError(f"{text!r}: {value.strip()} must be finite")
+        raise WorkloadError(f"{text!r}: {value.strip()} is not finite; write a finite number")
     return number
 
 
-def _check(owner: object, name: str, *, minimum: float | None = None, above: float | None = None) -> None:
+def _check_field(owner: object, name: str, *, minimum: float | None = None, above: float | None = None) -> None:
     value = getattr(owner, name)
     if not math.isfinite(value) or (minimum is not None and value < minimum) or (above is not None and value <= above):
         limit = f"at least {minimum:g}" if minimum is not None else f"above {above:g}"

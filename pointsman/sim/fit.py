@@ -57,11 +57,11 @@ SPREADS = {
     "expert_share": 0.5,
     "r": 1.0,
 }
-"""Fitted coefficients, and the standard deviation of the logarithm of each (for r: of r - 1) about the start. Every row
-except an unfinished prefill samples, so a log cannot separate `per_sample` from `per_row`; `per_prefill` is fitted to
-steps alone."""
+"""Fitted coefficients, each with the standard deviation of its prior: that of the coefficient's logarithm (for r: the
+logarithm of r - 1) about its value at the start. Every row except an unfinished prefill samples, so a log cannot
+separate `per_sample` from `per_row`; `per_prefill` is fitted to steps alone."""
 SCALED = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "expert_weights")
-"""Coefficients in seconds."""
+"""Names of the coefficients that are seconds; a change of scale multiplies them all by one factor."""
 
 STARTS: dict[str, LinearStepTime] = {
     "sum": LinearStepTime(
@@ -88,12 +88,14 @@ FLOPs of a token relative to the time for reading the weights on GPUs; the ratio
 SLACK = 1.5
 """Multiple of the time at which the last training request finished: a simulation ends at this time at the latest."""
 PHASE, RELATIVE, TTFT_RELATIVE = 0.5, 0.01, 0.03
-"""Expected errors from chance: the share `PHASE` of a typical step, because a request arrives at any time within a
-step, and the share `RELATIVE` of the measured time (`TTFT_RELATIVE` of a TTFT)."""
+"""Errors of a simulated time that chance alone may cause. `PHASE`: as a fraction of a typical step's duration, because
+a request may arrive at any time within a step. `RELATIVE`: as a fraction of the measured time; `TTFT_RELATIVE`: the
+same for a TTFT."""
 TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.5
 """Weights of the TPOT and TTFT errors of a request; the end-to-end error has weight 1."""
 SOFT = 3.0
-"""Multiple of the error from chance above which errors count linearly, so that a few outliers do not decide."""
+"""An error above this multiple of the error from chance adds to the cost linearly, not squared, so that a few outliers
+do not dominate the fit."""
 NUM_SCALINGS, NEAR = 6, 0.02
 """Maximum number of simulations that find the scale of a start, and the relative error of the mean end-to-end time at
 which a scale is accepted."""
@@ -106,7 +108,8 @@ MAX_LATE, CONVERGED = 8, 0.95
 """Maximum number of further iterations of the best start. The search stops if the cost after an iteration is more than
 the share `CONVERGED` of the cost before it."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
-"""Approximate cost that chance alone may cause: a search for a lower cost would fit noise."""
+"""Approximate cost of the true step times, caused by chance alone. The last iterations stop at this cost, because a
+lower one would fit noise."""
 MAX_MOVE = 0.4
 """Maximum move of a coefficient when its slope is measured, relative to the coefficient. It limits the move of
 coefficients that hardly change the errors."""
@@ -137,7 +140,7 @@ class Problem:
         """Time at which the last training request finished."""
         return self.measured[int(self.train[-1])].last_token
 
-    def first(self, num_train: int) -> Problem:
+    def with_first_requests(self, num_train: int) -> Problem:
         """The same problem with the first `num_train` training requests only."""
         return replace(self, train=self.train[:num_train])
 
@@ -178,7 +181,7 @@ class LogWorkload:
                 raise _Done
 
 
-def run_log(
+def simulate_log(
     measured: Sequence[MeasuredRequest],
     config: SchedulerConfig,
     step_time: StepTime,
@@ -203,12 +206,15 @@ def run_log(
         return simulation.timings
 
 
-def times_of(timings: Timings, which: Indices, num_output_tokens: npt.NDArray[np.int64], until: float) -> Times:
-    """Simulated times of the requests `which`; an event that has not happened counts as if it happened at `until`."""
-    is_finished = timings.reason[which] >= 0
-    first, last = timings.first_token[which], timings.last_token[which]
+def simulated_times(
+    timings: Timings, request_indices: Indices, num_output_tokens: npt.NDArray[np.int64], until: float
+) -> Times:
+    """Simulated times of the requests `request_indices`. An event that had not happened when the simulation ended
+    counts as if it had happened at `until`."""
+    is_finished = timings.reason[request_indices] >= 0
+    first, last = timings.first_token[request_indices], timings.last_token[request_indices]
     return Times(
-        timings.arrival[which],
+        timings.arrival[request_indices],
         np.where(np.isnan(first), until, first),
         np.where(is_finished, last, until),
         num_output_tokens,
@@ -229,7 +235,7 @@ class Objective:
     def __init__(self, problem: Problem, num_train: int) -> None:
         self.typical = typical_load(problem)
         self.seconds = typical_seconds(problem)
-        self._problem = problem = problem.first(num_train)
+        self._problem = problem = problem.with_first_requests(num_train)
         self._until = SLACK * problem.end
         self._times = times = Times.of([problem.measured[index] for index in problem.train])
         num_gaps = times.num_output_tokens - 1
@@ -242,15 +248,15 @@ class Objective:
     def __len__(self) -> int:
         return len(self._times)
 
-    def simulated(self, step_time: StepTime) -> Times:
+    def simulate_times(self, step_time: StepTime) -> Times:
         """The times of the training requests in a simulation with `step_time`."""
         problem = self._problem
-        timings = run_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
-        return times_of(timings, problem.train, self._times.num_output_tokens, self._until)
+        timings = simulate_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
+        return simulated_times(timings, problem.train, self._times.num_output_tokens, self._until)
 
     def errors(self, step_time: StepTime) -> FloatArray:
         """An array [3 * requests]: errors of end-to-end time, TPOT and TTFT, in multiples of the error from chance."""
-        found, times = self.simulated(step_time), self._times
+        found, times = self.simulate_times(step_time), self._times
         return np.concatenate(
             [
                 (found.e2e - times.e2e) * self._e2e,
@@ -259,9 +265,9 @@ class Objective:
             ]
         )
 
-    def excess(self, step_time: StepTime) -> float:
+    def log_e2e_ratio(self, step_time: StepTime) -> float:
         """Logarithm of the simulated mean end-to-end time, relative to the measured one."""
-        return float(np.log(self.simulated(step_time).e2e.mean() / self._times.e2e.mean()))
+        return float(np.log(self.simulate_times(step_time).e2e.mean() / self._times.e2e.mean()))
 
     def cost(self, errors: FloatArray) -> float:
         """The cost of `errors`, by which starts are compared: mean over requests of the squared errors, linear above
@@ -317,27 +323,27 @@ class Start(NamedTuple):
     prior: LinearStepTime
     """Center of the prior, which pulls coefficients towards these values."""
     certainty: float = 1.0
-    """Divisor of the standard deviations in `SPREADS`."""
+    """The prior's standard deviations are those in `SPREADS`, divided by this number."""
     cost: float = math.inf
     """Lowest cost of the points so far, computed from errors that are means over simulations."""
     at_cost: Slopes | None = None
     """The point with the lowest cost; None: no point has a cost yet."""
 
     @property
-    def free(self) -> list[str]:
+    def free_names(self) -> list[str]:
         """Names of the fitted coefficients."""
         return [name for name in SPREADS if getattr(self.prior, name) > (1 if name == "r" else 0)]
 
-    def spreads(self) -> FloatArray:
+    def prior_spreads(self) -> FloatArray:
         """Standard deviations of the prior, one for each fitted coefficient."""
-        return np.array([SPREADS[name] for name in self.free]) / self.certainty
+        return np.array([SPREADS[name] for name in self.free_names]) / self.certainty
 
 
 def _logarithms(step_time: LinearStepTime, names: Sequence[str]) -> FloatArray:
     return np.log([getattr(step_time, name) - (name == "r") for name in names])
 
 
-def moved(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) -> LinearStepTime:
+def with_log_changes(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) -> LinearStepTime:
     """`step_time` with `changes` added to the logarithms of the coefficients `names`."""
     logarithms = np.clip(_logarithms(step_time, names) + changes, -60, 60)
     values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
@@ -346,25 +352,25 @@ def moved(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) 
     return replace(step_time, **values)
 
 
-def _times_factor(step_time: LinearStepTime, factor: float) -> LinearStepTime:
+def _multiply_seconds(step_time: LinearStepTime, factor: float) -> LinearStepTime:
     return replace(step_time, **{name: factor * getattr(step_time, name) for name in SCALED})
 
 
-def middle(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
+def log_midpoint(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
     """The point halfway between two step times, by the logarithms of the coefficients `names`."""
-    return moved(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
+    return with_log_changes(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
 
 
-def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
+def slope_moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
     """Relative move of each fitted coefficient when its slope is measured: the move that changes the duration of a step
     by the share `width`, limited to `width` to `MAX_MOVE`. The step is a typical step, or a step with one of its rows,
     whichever changes more."""
     rows = typical.num_rows
     alone = StepLoad(1, 1, max(1, typical.num_context_tokens // rows), max(1, typical.num_context_tokens // rows), 1)
-    effects = np.zeros(len(start.free))
+    effects = np.zeros(len(start.free_names))
     for load in (typical, alone):
         plain = start.step_time.of_step(load)
-        lower = [moved(start.step_time, [name], np.array([-0.1])).of_step(load) for name in start.free]
+        lower = [with_log_changes(start.step_time, [name], np.array([-0.1])).of_step(load) for name in start.free_names]
         effects = np.maximum(effects, np.abs(plain - np.array(lower)) / (0.1 * plain))
     return np.clip(width / np.maximum(effects, 1e-9), width, MAX_MOVE)
 
@@ -382,25 +388,30 @@ def hadamard_rows(num_factors: int, is_folded: bool) -> FloatArray:
     return np.concatenate([rows, -rows]) if is_folded else rows
 
 
-def slopes(rows: FloatArray, far: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
+def regression_slopes(
+    rows: FloatArray, coefficient_moves: FloatArray, errors: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """Mean of each error, [errors], and its slopes by regression, [errors, fitted coefficients].
 
     Args:
         rows: result of `hadamard_rows`, [simulations, fitted coefficients].
-        far: result of `moves`, one value for each fitted coefficient.
+        coefficient_moves: result of `slope_moves`, one value for each fitted coefficient.
         errors: errors in the simulations of `rows`, [simulations, errors].
     """
     mean = errors.mean(axis=0)
-    return mean, (rows.T @ (errors - mean) / len(rows) / far[:, None]).T
+    return mean, (rows.T @ (errors - mean) / len(rows) / coefficient_moves[:, None]).T
 
 
-def improve(start: Start) -> LinearStepTime:
-    """The point to which Gauss-Newton moves from the best point of a start."""
+def gauss_newton_point(start: Start) -> LinearStepTime:
+    """The step times that one Gauss-Newton iteration gives from the best point of a start."""
     from scipy.optimize import least_squares
 
     assert start.at_cost is not None
     point, mean, by_coefficient, limit = start.at_cost
-    distance, spreads = _logarithms(point, start.free) - _logarithms(start.prior, start.free), start.spreads()
+    distance, spreads = (
+        _logarithms(point, start.free_names) - _logarithms(start.prior, start.free_names),
+        start.prior_spreads(),
+    )
     jacobian = np.concatenate([by_coefficient, np.diag(1 / spreads)])
     found: Any = least_squares(
         lambda change: np.concatenate([mean + by_coefficient @ change, (distance + change) / spreads]),
@@ -410,13 +421,13 @@ def improve(start: Start) -> LinearStepTime:
         loss="soft_l1",
         f_scale=SOFT,
     )
-    return moved(point, start.free, found.x)
+    return with_log_changes(point, start.free_names, found.x)
 
 
 # ---------------------------------------------------------------------- the search
 
 
-def search(
+def search_step_times(
     problem: Problem,
     *,
     estimate: LinearStepTime | None = None,
@@ -437,27 +448,29 @@ def search(
     num_first, num_more, num_late = _plan_iterations(problem)
     max_simulations = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
-        max_simulations += sum(sorted(len(hadamard_rows(len(each.free), False)) for each in starts)[-num_kept:])
+        max_simulations += sum(sorted(len(hadamard_rows(len(each.free_names), False)) for each in starts)[-num_kept:])
     with _Simulations(problem, num_processes or os.cpu_count() or 1, max_simulations, progress) as simulations:
-        starts = simulations.scaled(starts, num_first)
+        starts = simulations.scale_starts(starts, num_first)
         for width, limit, num_kept in FIRST:
-            starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
+            starts = simulations.iterate_starts(starts, num_first, width, limit, is_folded=False)
             starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
         if num_first < len(problem.train):  # costs over different requests are not comparable
             starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
         for width, limit in MORE[-num_more:]:
-            starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
+            starts = simulations.iterate_starts(starts, len(problem.train), width, limit, is_folded=True)
         chosen = min(starts, key=lambda start: start.cost)
         before = math.inf
         while num_late and BY_CHANCE < chosen.cost < CONVERGED * before:
             before = chosen.cost
-            [chosen] = simulations.iterate([chosen], len(problem.train), width, limit, is_folded=True)
+            [chosen] = simulations.iterate_starts([chosen], len(problem.train), width, limit, is_folded=True)
             num_late -= 1
     best = chosen.at_cost
     assert best is not None
     # Where the search has converged, the best point and its improvement estimate the same minimum; their mean is
     # nearer.
-    return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
+    return log_midpoint(
+        best.step_time, gauss_newton_point(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free_names
+    )
 
 
 def _plan_iterations(problem: Problem) -> tuple[int, int, int]:
@@ -478,19 +491,19 @@ _problem: Problem | None = None
 """The problem that this worker process simulates."""
 
 
-def _begin_worker(problem: Problem) -> None:
+def _init_fit_worker(problem: Problem) -> None:
     global _problem
     _problem = problem
 
 
-def _errors(step_time: LinearStepTime, num_train: int) -> FloatArray:
+def _candidate_errors(step_time: LinearStepTime, num_train: int) -> FloatArray:
     assert _problem is not None
     return Objective(_problem, num_train).errors(step_time)
 
 
-def _excess(step_time: LinearStepTime, num_train: int) -> float:
+def _candidate_excess(step_time: LinearStepTime, num_train: int) -> float:
     assert _problem is not None
-    return Objective(_problem, num_train).excess(step_time)
+    return Objective(_problem, num_train).log_e2e_ratio(step_time)
 
 
 class _Simulations:
@@ -505,10 +518,10 @@ class _Simulations:
         if num_processes > 1:
             context = get_context("spawn")  # a fork would copy locks that other threads hold
             self._pool = ProcessPoolExecutor(
-                num_processes, mp_context=context, initializer=_begin_worker, initargs=(problem,)
+                num_processes, mp_context=context, initializer=_init_fit_worker, initargs=(problem,)
             )
         else:
-            _begin_worker(problem)
+            _init_fit_worker(problem)
 
     def __enter__(self) -> _Simulations:
         return self
@@ -517,15 +530,17 @@ class _Simulations:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def scaled(self, starts: Sequence[Start], num_train: int) -> list[Start]:
+    def scale_starts(self, starts: Sequence[Start], num_train: int) -> list[Start]:
         """The starts, each scaled by the factor that makes the mean end-to-end time equal to that of the log."""
         seconds, typical = typical_seconds(self._problem), typical_load(self._problem)
-        guesses = [_times_factor(each.step_time, seconds / each.step_time.of_step(typical)) for each in starts]
+        guesses = [_multiply_seconds(each.step_time, seconds / each.step_time.of_step(typical)) for each in starts]
         low, high, at = [-math.inf] * len(starts), [math.inf] * len(starts), [0.0] * len(starts)  # logarithms
         open_ones = list(range(len(starts)))
         for _ in range(NUM_SCALINGS):
-            points = [_times_factor(guesses[index], math.exp(at[index])) for index in open_ones]
-            for index, excess in zip(list(open_ones), self._run(_excess, points, num_train), strict=True):
+            points = [_multiply_seconds(guesses[index], math.exp(at[index])) for index in open_ones]
+            for index, excess in zip(
+                list(open_ones), self._run_at_points(_candidate_excess, points, num_train), strict=True
+            ):
                 if abs(excess) < NEAR:
                     open_ones.remove(index)
                     continue
@@ -540,10 +555,10 @@ class _Simulations:
                 )
             if not open_ones:
                 break
-        found = [_times_factor(guess, math.exp(factor)) for guess, factor in zip(guesses, at, strict=True)]
+        found = [_multiply_seconds(guess, math.exp(factor)) for guess, factor in zip(guesses, at, strict=True)]
         return [each._replace(step_time=point, prior=point) for each, point in zip(starts, found, strict=True)]
 
-    def iterate(
+    def iterate_starts(
         self, starts: Sequence[Start], num_train: int, width: float, limit: float, *, is_folded: bool
     ) -> list[Start]:
         """Run one iteration of each start. If the errors of a start rose, it returns to its best point, with a smaller
@@ -551,29 +566,29 @@ class _Simulations:
         objective = Objective(self._problem, num_train)
         designs, points = [], []
         for start in starts:
-            rows, far = hadamard_rows(len(start.free), is_folded), moves(start, objective.typical, width)
+            rows, far = hadamard_rows(len(start.free_names), is_folded), slope_moves(start, objective.typical, width)
             designs.append((rows, far))
-            points += [moved(start.step_time, start.free, np.log1p(row * far)) for row in rows]
-        errors = self._run(_errors, points, num_train)
+            points += [with_log_changes(start.step_time, start.free_names, np.log1p(row * far)) for row in rows]
+        errors = self._run_at_points(_candidate_errors, points, num_train)
         improved = []
         for start, (rows, far) in zip(starts, designs, strict=True):
             there, errors = np.array(errors[: len(rows)]), errors[len(rows) :]
-            mean, by_coefficient = slopes(rows, far, there)
+            mean, by_coefficient = regression_slopes(rows, far, there)
             if (cost := objective.cost(mean)) < start.cost:
                 start = start._replace(cost=cost, at_cost=Slopes(start.step_time, mean, by_coefficient, limit))
             elif start.at_cost is not None:
                 start = start._replace(at_cost=start.at_cost._replace(limit=start.at_cost.limit / 3))
-            improved.append(start._replace(step_time=improve(start)))
+            improved.append(start._replace(step_time=gauss_newton_point(start)))
         return improved
 
-    def _run(
-        self, what: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
+    def _run_at_points(
+        self, function: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
     ) -> list[Any]:
-        """The result of the function `what` at each point, in the order of the points."""
+        """The result of `function` at each point, in the order of the points."""
         if self._pool is None:
-            results: Iterator[Any] = map(what, points, [num_train] * len(points))
+            results: Iterator[Any] = map(function, points, [num_train] * len(points))
         else:
-            results = self._pool.map(what, points, [num_train] * len(points))
+            results = self._pool.map(function, points, [num_train] * len(points))
         found = []
         for result in results:
             found.append(result)

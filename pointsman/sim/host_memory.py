@@ -73,24 +73,24 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
         if config.preemption_mode != "recompute":
             raise SimulationError(
                 f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give '
-                'kv_offload_bytes, or use "recompute"'
+                'kv_offload_bytes, or set preemption_mode to "recompute"'
             )
         return
     if config.has_kv_groups:
         raise SimulationError(
-            f"kv_offload_bytes is {memory.num_bytes}, and the KV is in {len(config.kv_groups)} kv_groups: host memory "
-            "is simulated only for one group of full attention; remove kv_offload_bytes or kv_groups"
+            f"kv_offload_bytes is {memory.num_bytes}, and the KV has {len(config.kv_groups)} kv_groups; host memory "
+            "can be simulated only for one group of full attention: remove kv_offload_bytes or kv_groups"
         )
     if not config.enable_prefix_caching:
         raise SimulationError(
             f"kv_offload_bytes is {memory.num_bytes} and would have no effect, because enable_prefix_caching is off; "
-            "switch it on"
+            "turn enable_prefix_caching on, or remove kv_offload_bytes"
         )
     block_bytes = config.block_size * memory.bytes_per_token
     if memory.num_bytes < block_bytes:
         raise SimulationError(
-            f"kv_offload_bytes is {memory.num_bytes}, less than one block of {block_bytes:.0f} bytes; give more, or "
-            "leave it out"
+            f"kv_offload_bytes is {memory.num_bytes}, less than one block of {block_bytes:.0f} bytes; give at "
+            "least one block, or remove kv_offload_bytes"
         )
     if not memory.bandwidth > 0:
         raise SimulationError(f"the bandwidth of host memory is {memory.bandwidth}; it must be above 0 bytes/s")
@@ -128,7 +128,7 @@ class HostTier:
 
     # ------------------------------------------------------------------ the host's side
 
-    def copy(self, output: SchedulerOutput) -> Copies | None:
+    def copy_blocks(self, output: SchedulerOutput) -> Copies | None:
         """Copy the blocks of a newly scheduled step, before it computes. Returns the copies; None: the step has
         none."""
         copies = self._copy(output) if output.loads or output.saves else None

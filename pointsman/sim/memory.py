@@ -98,7 +98,9 @@ def num_kv_blocks(
     if not 0 < gpu_memory_utilization <= 1:
         raise SimulationError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be above 0 and at most 1")
     if block_size < 1 or (sequence_tokens is not None and sequence_tokens < 1):
-        raise SimulationError(f"block_size is {block_size}, sequence_tokens {sequence_tokens}; both are at least 1")
+        raise SimulationError(
+            f"block_size is {block_size}, sequence_tokens is {sequence_tokens}; both must be at least 1"
+        )
     full, windowed = shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel)
     kept, note = 1.0, ""
     if windowed and sequence_tokens is None:
@@ -119,9 +121,9 @@ def num_kv_blocks(
         needed = weights + activations + context + block_bytes
         raise ModelTooLarge(
             f"{shape.name} needs {needed / GIB:.2f} GiB on each of {tensor_parallel} {device.name}, "
-            f"{weights / GIB:.2f} of them for weights; {usable / GIB:.2f} of its {device.memory / GIB:.2f} GiB are "
-            "usable: use more tensor parallelism, quantised weights, a device with more memory, or smaller steps "
-            f"(max_num_batched_tokens {max_num_batched_tokens})"
+            f"{weights / GIB:.2f} GiB of it for weights, but only {usable / GIB:.2f} of the {device.memory / GIB:.2f} "
+            "GiB are usable: use more tensor parallelism, quantised weights, a device with more memory, or a "
+            f"max_num_batched_tokens below {max_num_batched_tokens}"
         )
     return KvMemory(
         memory=device.memory,

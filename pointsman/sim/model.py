@@ -159,8 +159,8 @@ class ModelShape:
 
     @property
     def _quantised_bytes(self) -> float:
-        """Bytes of one quantised weight; if the model is not quantised, of any weight. `Quantization.covers` names the
-        quantised matrices."""
+        """Bytes of a weight in the matrices that the quantization covers; bytes of an unquantised weight if the model
+        has no quantization."""
         return self.dtype_bytes if self.quantization is None else self.quantization.bits / 8
 
     @property
@@ -192,7 +192,7 @@ class ModelShape:
 
     @property
     def head_flops(self) -> int:
-        """FLOPs of the output head for one token that samples."""
+        """FLOPs of the output head to compute the logits of one position."""
         return 2 * self.head_params
 
     @property

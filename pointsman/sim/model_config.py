@@ -80,9 +80,9 @@ def read_config(path: Path, name: str) -> ModelShape:
     try:
         config = json.loads(read_input(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{path}: not JSON ({error})") from None
+        raise UnsupportedModel(f"{path}: the file is not JSON ({error}); give the config.json of a model") from None
     if not isinstance(config, dict):
-        raise UnsupportedModel(f"{path}: not a JSON object")
+        raise UnsupportedModel(f"{path}: the file is not a JSON object; give the config.json of a model")
     return _Reader(config, path).shape(name)
 
 
@@ -104,23 +104,23 @@ class _Reader:
         self._family = _FAMILIES[model_type]
 
     def shape(self, name: str) -> ModelShape:
-        hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
-        max_model_len = self._count("max_position_embeddings")
+        hidden, heads = self._get_count("hidden_size"), self._get_count("num_attention_heads")
+        max_model_len = self._get_count("max_position_embeddings")
         window, num_windowed = self._windows(max_model_len)
-        experts = self._experts() if self._family.experts else {}
-        latent = self._latent() if self._type.startswith("deepseek") else {}
-        tied = self._get("tie_word_embeddings")
+        experts = self._expert_fields() if self._family.experts else {}
+        latent = self._latent_fields() if self._type.startswith("deepseek") else {}
+        tied = self._get_field("tie_word_embeddings")
         if not isinstance(tied, bool):
             raise self._error(f"tie_word_embeddings is {tied!r}; it must be true or false")
         dtype_bytes, note = self._dtype_bytes()
         return ModelShape(
             name=name,
-            num_layers=self._count("num_hidden_layers"),
+            num_layers=self._get_count("num_hidden_layers"),
             hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=self._count("num_key_value_heads", default=heads),
-            head_dim=self._count("head_dim", default=hidden // heads),
-            vocab_size=self._count("vocab_size"),
+            num_kv_heads=self._get_count("num_key_value_heads", default=heads),
+            head_dim=self._get_count("head_dim", default=hidden // heads),
+            vocab_size=self._get_count("vocab_size"),
             max_model_len=max_model_len,
             tied_embeddings=tied,
             dtype_bytes=dtype_bytes,
@@ -137,50 +137,54 @@ class _Reader:
     def _dense_intermediate_size(self, experts: dict[str, int]) -> int:
         if experts and not experts["num_dense_layers"]:
             return 0  # the field belongs to the experts, or to a dense model of the family
-        return self._count("intermediate_size")
+        return self._get_count("intermediate_size")
 
-    def _experts(self) -> dict[str, int]:
+    def _expert_fields(self) -> dict[str, int]:
         expert_size = "intermediate_size" if self._type in ("mixtral", "gpt_oss") else "moe_intermediate_size"
         sparse_step = "moe_layer_freq" if self._type.startswith("deepseek") else "decoder_sparse_step"
         if self._text.get(sparse_step, 1) != 1:
-            raise self._error(f"{sparse_step} is {self._text[sparse_step]!r}; only 1 is known: experts in every layer")
-        first_dense = self._count("first_k_dense_replace", minimum=0, default=0)
+            raise self._error(f"{sparse_step} is {self._text[sparse_step]!r}; only 1 (experts in every layer) is known")
+        first_dense = self._get_count("first_k_dense_replace", minimum=0, default=0)
         return {
-            "num_experts": self._count("num_local_experts", "num_experts", "n_routed_experts"),
-            "experts_per_token": self._count("num_experts_per_tok", "experts_per_token"),
-            "expert_intermediate_size": self._count(expert_size),
-            "num_shared_experts": self._count("n_shared_experts", minimum=0, default=0),
+            "num_experts": self._get_count("num_local_experts", "num_experts", "n_routed_experts"),
+            "experts_per_token": self._get_count("num_experts_per_tok", "experts_per_token"),
+            "expert_intermediate_size": self._get_count(expert_size),
+            "num_shared_experts": self._get_count("n_shared_experts", minimum=0, default=0),
             "num_dense_layers": first_dense + len(self._text.get("mlp_only_layers") or []),
         }
 
-    def _latent(self) -> dict[str, int]:
+    def _latent_fields(self) -> dict[str, int]:
         rank = self._text.get("q_lora_rank")
         return {
-            "kv_lora_rank": self._count("kv_lora_rank"),
-            "q_lora_rank": 0 if rank is None else self._count("q_lora_rank"),
-            "qk_rope_head_dim": self._count("qk_rope_head_dim"),
-            "qk_nope_head_dim": self._count("qk_nope_head_dim"),
-            "v_head_dim": self._count("v_head_dim"),
+            "kv_lora_rank": self._get_count("kv_lora_rank"),
+            "q_lora_rank": 0 if rank is None else self._get_count("q_lora_rank"),
+            "qk_rope_head_dim": self._get_count("qk_rope_head_dim"),
+            "qk_nope_head_dim": self._get_count("qk_nope_head_dim"),
+            "v_head_dim": self._get_count("v_head_dim"),
         }
 
     def _windows(self, max_model_len: int) -> tuple[int, int]:
         """The size of the sliding window, and the number of layers that have it; (0, 0) if no layer has a window."""
-        window, layers = self._get("sliding_window", default=None), self._count("num_hidden_layers")
-        if window is None or self._get("use_sliding_window", default=True) is False:
+        window, layers = self._get_field("sliding_window", default=None), self._get_count("num_hidden_layers")
+        if window is None or self._get_field("use_sliding_window", default=True) is False:
             return 0, 0
-        window = self._count("sliding_window")
+        window = self._get_count("sliding_window")
         if window >= max_model_len:
             return 0, 0
         if (types := self._text.get("layer_types")) is not None:
             windowed = types.count("sliding_attention")
         elif self._text.get("use_sliding_window") is True:
-            windowed = max(0, layers - self._count("max_window_layers", minimum=0))  # layers below it have no window
+            windowed = max(
+                0, layers - self._get_count("max_window_layers", minimum=0)
+            )  # layers below it have no window
         elif self._family.windows == "pattern":
-            windowed = layers - layers // self._count("sliding_window_pattern", "_sliding_window_pattern")
+            windowed = layers - layers // self._get_count("sliding_window_pattern", "_sliding_window_pattern")
         elif self._family.windows == "all":
             windowed = layers
         else:
-            raise self._error(f"sliding_window is {window}, and no layer_types say which layers have it")
+            raise self._error(
+                f"sliding_window is {window}, but the field layer_types, which says which layers have it, is missing"
+            )
         return (window, windowed) if windowed else (0, 0)
 
     def _dtype_bytes(self) -> tuple[int, str]:
@@ -209,7 +213,7 @@ class _Reader:
                 # 4 bits and an 8-bit scale for every 32 weights; the checkpoints that use it keep attention in bf16.
                 return Quantization(method=method, bits=4.25, covers="experts" if self._family.experts else "linear")
             case "awq" | "gptq":
-                bits = self._bits(config.get("bits", config.get("w_bit")))
+                bits = self._checked_bits(config.get("bits", config.get("w_bit")))
                 group = config.get("group_size", config.get("q_group_size"))
                 # A group has a 16-bit scale and a zero point; without groups (-1) each column has one, negligible here.
                 extra = (16 + bits) / group if isinstance(group, int) and group > 0 else 0
@@ -232,17 +236,17 @@ class _Reader:
     def _compressed_tensors(self, config: dict[str, Any]) -> Quantization:
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or len(groups) != 1:
-            raise self._error("quantization_config of compressed-tensors must have one entry in config_groups")
+            raise self._error("quantization_config of compressed-tensors must have exactly one entry in config_groups")
         (group,) = groups.values()
         weights = group.get("weights") or {}
-        bits, size = self._bits(weights.get("num_bits")), weights.get("group_size")
+        bits, size = self._checked_bits(weights.get("num_bits")), weights.get("group_size")
         extra = 16 / size if isinstance(size, int) and size > 0 else 0
         computes_in: Literal["bf16", "fp8", "int8"] = "bf16"
         if group.get("input_activations") and bits == 8:
             computes_in = "fp8" if weights.get("type") == "float" else "int8"
         return Quantization(method="compressed-tensors", bits=bits + extra, computes_in=computes_in)
 
-    def _bits(self, bits: object) -> int:
+    def _checked_bits(self, bits: object) -> int:
         if not isinstance(bits, int) or not 1 <= bits <= 16:
             raise self._error(f"quantization_config has bits {bits!r}; it must be a whole number from 1 to 16")
         return bits
@@ -271,7 +275,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ fields
 
-    def _get(self, *names: str, **default: Any) -> Any:
+    def _get_field(self, *names: str, **default: Any) -> Any:
         for name in names:
             if name in self._text:
                 return self._text[name]
@@ -280,11 +284,11 @@ class _Reader:
                 return self._family.defaults[name]
         if "default" in default:
             return default["default"]
-        raise self._error(f"no field {' or '.join(names)!r} in it, which a {self._type!r} needs")
+        raise self._error(f"the field {' or '.join(names)!r} is missing, which model_type {self._type!r} needs")
 
-    def _count(self, *names: str, minimum: int = 1, **default: int) -> int:
+    def _get_count(self, *names: str, minimum: int = 1, **default: int) -> int:
         """The whole number, at least `minimum`, in the first of the fields `names` that the config has."""
-        value = self._get(*names, **default)
+        value = self._get_field(*names, **default)
         if value is None and "default" in default:
             return default["default"]
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX:

@@ -29,8 +29,8 @@ class Replayed:
     outcome: Outcome
     """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
     recorded: Trace[ObservedRequest]
-    """All requests in the recording that can be simulated, and the number of requests that cannot, because they have no
-    end or no token."""
+    """The recorded requests that can be simulated, also those beyond `limit`; and the number of left-out requests,
+    which did not finish or got no token."""
 
 
 def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:
@@ -47,18 +47,18 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     if observed.lacking:
         raise SimulationError(
             f"{source}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not "
-            "have; record a server without it"
+            "support; record a server without these features"
         )
     known = {field.name for field in fields(SchedulerConfig)}
     if unknown := sorted(set(observed.config) - known):
-        raise SimulationError(f"{source}: no setting is called {unknown[0]!r}; record with this version of Pointsman")
+        raise SimulationError(f"{source}: unknown setting {unknown[0]!r}; record with this version of Pointsman")
     try:
         check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
         check_policies(config)
     except (ValueError, TypeError) as error:
         raise SimulationError(
-            f"{source}: its settings cannot be used: {shown(str(error), MAX_MESSAGE)}; record it again"
+            f"{source}: the recorded settings cannot be used: {shown(str(error), MAX_MESSAGE)}; make a new recording"
         ) from None
     ended = [each for each in observed.requests if each.reason is not None]
     recorded = Trace(
@@ -69,7 +69,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
         },
     )
     if not recorded:
-        raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record a longer time")
+        raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record for longer")
     chosen = recorded[:limit]
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
@@ -89,18 +89,18 @@ def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: Sc
     ended = observed.ended - start
     timings = Timings(len(requests))
     for request in requests:
-        number = timings.add(request.queued - start, request.num_prompt_tokens, 0)
+        number = timings.add_request(request.queued - start, request.num_prompt_tokens, 0)
         if request.scheduled is not None:
-            timings.admitted(number, request.scheduled - start, request.num_cached_tokens)
+            timings.record_admission(number, request.scheduled - start, request.num_cached_tokens)
         timings.num_output_tokens[number] = request.num_output_tokens
         timings.num_preemptions[number] = request.num_preemptions
         assert request.reason is not None
         timings.reason[number] = REASONS.index(request.reason)
         itself = np.array([number], dtype=np.int64)
         for step, last in request.runs:
-            timings.token(itself, float(ended[step]))
+            timings.record_token(itself, float(ended[step]))
             if last > step:
-                timings.tokens(itself, ended[step : last + 1])
+                timings.record_tokens(itself, ended[step : last + 1])
     timings.close()
     steps = observed.steps
     usable = config.num_usable_blocks

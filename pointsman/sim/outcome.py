@@ -60,7 +60,7 @@ class Timings:
 
     # ------------------------------------------------------------------ during the simulation
 
-    def add(self, arrival: float, num_prompt_tokens: int, replica: int) -> int:
+    def add_request(self, arrival: float, num_prompt_tokens: int, replica: int) -> int:
         """Add a row for a request that arrives. Returns the request's number."""
         number = self.count
         if number == len(self.arrival):
@@ -71,21 +71,21 @@ class Timings:
         self.count = number + 1
         return number
 
-    def admitted(self, number: int, now: float, num_cached_tokens: int) -> None:
+    def record_admission(self, number: int, now: float, num_cached_tokens: int) -> None:
         """Record that the request was admitted; only its first admission counts."""
         if self.scheduled[number] != self.scheduled[number]:  # NaN: not admitted before
             self.scheduled[number] = now
             self.num_cached_tokens[number] = num_cached_tokens
 
-    def token(self, numbers: Int64Array, now: float) -> None:
+    def record_token(self, numbers: Int64Array, now: float) -> None:
         """Record that each of these requests got a token at `now`."""
         self._events.append((numbers, now))
 
-    def tokens(self, numbers: Int64Array, times: FloatArray) -> None:
+    def record_tokens(self, numbers: Int64Array, times: FloatArray) -> None:
         """Record that each of these requests got a token at the end of every step of a run, `times[1:]`."""
         self._events.append((numbers, times))
 
-    def finished(self, number: int, request: Request) -> None:
+    def record_finish(self, number: int, request: Request) -> None:
         """Record that the request finished."""
         reason = request.finish_reason
         assert reason is not None
@@ -93,7 +93,7 @@ class Timings:
         self.num_output_tokens[number] = request.num_output_tokens
         self.num_preemptions[number] = request.num_preemptions
 
-    def refused(self, number: int) -> None:
+    def record_refusal(self, number: int) -> None:
         """Record that the request can never run."""
         self.reason[number] = _CODES[FinishReason.REFUSED]
 
@@ -122,7 +122,7 @@ class Timings:
         first, longest = np.empty(len(events)), np.zeros(len(events))
         first[is_step] = [times for _, times in events if isinstance(times, float)]
         last = first.copy()
-        first[~is_step], last[~is_step], longest[~is_step] = within.first, within.last, within.longest()
+        first[~is_step], last[~is_step], longest[~is_step] = within.first, within.last, within.longest_gaps()
         numbers = np.concatenate([numbers for numbers, _ in events])
         order = _stable_order(numbers, self.count)
         numbers, event = numbers[order], np.arange(len(events), dtype=np.int32).repeat(sizes)[order]
@@ -158,7 +158,8 @@ def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
 
 
 class _Within:
-    """The gaps between tokens within runs of decodes. All runs are handled together, as most runs are short.
+    """Computes the gaps between a request's tokens within runs of decodes, for all runs in one array operation, as most
+    runs are short.
 
     Args:
         runs: for each run, its start and the end of each of its steps.
@@ -179,7 +180,7 @@ class _Within:
         self.gaps: FloatArray = np.diff(times)[is_gap]
         """The gaps of all runs, in order."""
 
-    def longest(self) -> FloatArray:
+    def longest_gaps(self) -> FloatArray:
         """The longest gap of each run, [runs]; 0 for a run without gaps."""
         found = np.zeros(len(self.sizes))
         filled = self.sizes.nonzero()[0]

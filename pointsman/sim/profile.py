@@ -37,7 +37,7 @@ PARTS = {
 }
 """Names, in messages, of the fields of a step's load (`StepLoad`)."""
 MIN_DISTANCE = 0.01
-"""Distance below a log's smallest load from which a load causes a warning, as a share of the log's largest load."""
+"""A load causes a warning if it is below the log's smallest load by more than this share of the log's largest load."""
 
 
 # ---------------------------------------------------------------------- settings of the engine
@@ -102,13 +102,13 @@ class Hull:
 
     __hash__ = None  # type: ignore[assignment]  # it is mutable
 
-    def add(self, load: StepLoad) -> None:
+    def add_load(self, load: StepLoad) -> None:
         """Extend this hull to contain a load."""
         for part, value in zip(StepLoad._fields, load, strict=True):
             low, high = self.ranges.get(part, (value, value))
             self.ranges[part] = (min(low, value), max(high, value))
 
-    def include(self, other: Hull) -> None:
+    def add_hull(self, other: Hull) -> None:
         """Extend this hull to contain another hull."""
         for part, (low, high) in other.ranges.items():
             known = self.ranges.get(part, (low, high))
@@ -118,8 +118,8 @@ class Hull:
     def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
         """The hull of an array of loads, [steps, fields of `StepLoad`]."""
         hull = cls()
-        hull.add(StepLoad(*map(int, loads.min(axis=0))))
-        hull.add(StepLoad(*map(int, loads.max(axis=0))))
+        hull.add_load(StepLoad(*map(int, loads.min(axis=0))))
+        hull.add_load(StepLoad(*map(int, loads.max(axis=0))))
         return hull
 
 
@@ -131,14 +131,14 @@ class WatchedStepTime:
         self.hull = Hull()
 
     def of_step(self, load: StepLoad) -> float:
-        self.hull.add(load)
+        self.hull.add_load(load)
         return self._step_time.of_step(load)
 
     def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> npt.NDArray[np.float64]:
         if num_steps:
             last = num_context_tokens + (num_steps - 1) * num_rows
-            self.hull.add(StepLoad(num_rows, num_rows, num_context_tokens, num_context_tokens, num_rows))
-            self.hull.add(StepLoad(num_rows, num_rows, last, last, num_rows))
+            self.hull.add_load(StepLoad(num_rows, num_rows, num_context_tokens, num_context_tokens, num_rows))
+            self.hull.add_load(StepLoad(num_rows, num_rows, last, last, num_rows))
         return self._step_time.of_decodes(num_rows, num_context_tokens, num_steps)
 
 
@@ -195,7 +195,9 @@ class Profile:
             CalibrationError: a field is missing, or a value is out of range.
         """
         if values.get("format") != FORMAT:
-            raise CalibrationError(f"format is {values.get('format')!r}, not {FORMAT!r}; pointsman calibrate writes it")
+            raise CalibrationError(
+                f"format is {values.get('format')!r}, not {FORMAT!r}; use a file of pointsman calibrate"
+            )
         if values.get("format_version") != FORMAT_VERSION:
             raise CalibrationError(
                 f"format_version is {values.get('format_version')!r}; this library reads version {FORMAT_VERSION}: "
@@ -204,19 +206,19 @@ class Profile:
         try:
             return cls(
                 step_time=LinearStepTime.from_dict(values["step_time"]),
-                settings=_settings(values["settings"]),
-                hull=Hull({part: _range(part, values["hull"][part]) for part in StepLoad._fields}),
+                settings=_read_settings(values["settings"]),
+                hull=Hull({part: _read_range(part, values["hull"][part]) for part in StepLoad._fields}),
                 source=str(values["source"]),
                 model=str(values.get("model", "")),  # older profiles have none
                 kind=str(values["kind"]),
-                num_requests=_count("num_requests", values["num_requests"]),
-                num_train=_count("num_train", values["num_train"]),
+                num_requests=_read_count("num_requests", values["num_requests"]),
+                num_train=_read_count("num_train", values["num_train"]),
                 training_errors=dict(values["training_errors"]),
                 held_out_errors=dict(values["held_out_errors"]),
                 notes=[str(note) for note in values["notes"]],
             )
         except KeyError as error:
-            raise CalibrationError(f"no field {error.args[0]!r} in it; calibrate again") from None
+            raise CalibrationError(f"the field {error.args[0]!r} is missing; calibrate again") from None
         except CalibrationError:
             raise
         except (SimulationError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -258,21 +260,21 @@ def warn_outside(profile: Profile, hull: Hull) -> list[str]:
     for part, (low, high) in hull.ranges.items():
         known_low, known_high = profile.hull.ranges[part]
         if high > known_high:
-            warnings.append(_outside(PARTS[part], "up to", high, "at most", known_high, profile.source))
+            warnings.append(_outside_warning(PARTS[part], "up to", high, "at most", known_high, profile.source))
         # The smallest steps of two runs differ by chance, so the distance is relative to the whole range.
         if known_low - low > MIN_DISTANCE * known_high:
-            warnings.append(_outside(PARTS[part], "down to", low, "at least", known_low, profile.source))
+            warnings.append(_outside_warning(PARTS[part], "down to", low, "at least", known_low, profile.source))
     return warnings
 
 
-def _outside(part: str, to: str, value: int, bound: str, known: int, source: str) -> str:
+def _outside_warning(part: str, direction: str, value: int, bound: str, limit: int, source: str) -> str:
     return (
-        f"{part} go {to} {value:,}, and the part of {source} that was fitted has {bound} {known:,}: step times there "
-        "are extrapolated, calibrate with a log of such a load"
+        f"{part} go {direction} {value:,}, and the part of {source} that was fitted has {bound} {limit:,}: step times "
+        "there are extrapolated, calibrate with a log of such a load"
     )
 
 
-def _settings(values: Mapping[str, Any]) -> EngineSettings:
+def _read_settings(values: Mapping[str, Any]) -> EngineSettings:
     known = {entry.name for entry in fields(EngineSettings)}
     if unknown := sorted(set(values) - known):
         raise CalibrationError(f"no setting is called {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -281,14 +283,14 @@ def _settings(values: Mapping[str, Any]) -> EngineSettings:
             if not isinstance(value, bool):
                 raise CalibrationError(f"setting {name} is {value!r}; it must be true or false")
         elif name == "kv_groups":
-            values = {**values, name: _groups(value)}
+            values = {**values, name: _read_groups(value)}
         elif not (value is None and name in ("num_blocks", "max_model_len")):
-            _count(name, value)
+            _read_count(name, value)
     check_num_blocks(values.get("num_blocks"))
     return EngineSettings(**values)
 
 
-def _groups(value: object) -> tuple[KVGroup, ...]:
+def _read_groups(value: object) -> tuple[KVGroup, ...]:
     try:
         groups = tuple(KVGroup(*group) for group in value)  # type: ignore[attr-defined]
         return SchedulerConfig(num_blocks=1, max_model_len=1, kv_groups=groups).kv_groups
@@ -296,7 +298,7 @@ def _groups(value: object) -> tuple[KVGroup, ...]:
         raise CalibrationError(f"setting kv_groups is {value!r}: {error}") from None
 
 
-def _count(name: str, value: object) -> int:
+def _read_count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
         raise CalibrationError(
             f"{name} is {represented(value)}; it must be a whole number, at least 1 and at most {MAX_TOKENS}"
@@ -304,8 +306,8 @@ def _count(name: str, value: object) -> int:
     return value
 
 
-def _range(part: str, value: Any) -> tuple[int, int]:
+def _read_range(part: str, value: Any) -> tuple[int, int]:
     low, high = value
     if not all(isinstance(end, int) and math.isfinite(end) for end in (low, high)) or not 0 <= low <= high:
-        raise CalibrationError(f"hull of {part} is {value!r}; it must be two whole numbers, the smaller one first")
+        raise CalibrationError(f"field hull.{part} is {value!r}; it must be two whole numbers, the smaller one first")
     return low, high

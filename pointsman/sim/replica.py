@@ -1,9 +1,9 @@
 """Replica: runs one scheduler under a virtual clock. The scheduler is the same as in every other host; a step-time
 model replaces the device.
 
-    replica.plan(until)                  plan the next event (one step, or all guaranteed decodes); returns its end
+    replica.plan_event(until)            plan the next event (one step, or all guaranteed decodes); returns its end
     replica.add(number, request, now)    a request arrives: planned decodes that have not begun are dropped
-    replica.commit()                     the event has happened; returns the requests that it finished
+    replica.commit_event()               the event has happened; returns the requests that it finished
 
 With host memory (`host_memory.py`) a step begins with its block copies, which add to its time.
 
@@ -49,8 +49,8 @@ Int32Array = npt.NDArray[np.int32]
 MAX_STEPS_AT_ONCE = 4096
 """Maximum number of steps in one run of decodes; limits the size of the run's arrays."""
 MORE_STEPS = 1.2
-"""Ratio of the number of step times that a run computes to the expected number of decodes. With too few step times a
-second run would be necessary, which costs more."""
+"""A run of decodes computes this many times the expected number of step times. With too few of them a second run would
+be necessary, which costs more."""
 MIN_SECONDS = 1e-9
 """Minimum seconds of a step in an estimate of the number of steps until a time."""
 MAX_BUILT = 2**24
@@ -69,9 +69,9 @@ class _Decodes(NamedTuple):
     rows: Int64Array
     """Batch rows of the running requests."""
     num_left: Int64Array
-    """Number of tokens that the request of each row will still generate."""
+    """For each row, the number of tokens that its request has yet to generate."""
 
-    def cut(self, time: float) -> _Decodes:
+    def cut_before(self, time: float) -> _Decodes:
         """The run with only the steps that begin before `time`, at least one."""
         if self.end <= time:
             return self
@@ -191,12 +191,12 @@ class Replica:
         if planned is None:
             self.now = max(self.now, now)
         if isinstance(planned, _Decodes):
-            self._planned = planned.cut(now)
+            self._planned = planned.cut_before(now)
             self._arrived.append((made, now))  # the scheduler gets the request after these steps
         else:
-            self._submit(made, now)
+            self._submit_request(made, now)
 
-    def _submit(self, request: Request, now: float) -> None:
+    def _submit_request(self, request: Request, now: float) -> None:
         try:
             self.scheduler.add(request, now)
         except RequestRefused as error:
@@ -204,17 +204,17 @@ class Replica:
 
     # ------------------------------------------------------------------ events
 
-    def plan(self, until: float = math.inf) -> float | None:
+    def plan_event(self, until: float = math.inf) -> float | None:
         """Plan the next event. Returns its end in seconds; None: there is no event until a request arrives.
 
         `until`: a run of decodes may end at this time.
         """
         planned = self._planned
         if planned is None:
-            planned = self._planned = self._plan_next(until)
+            planned = self._planned = self._plan_next_event(until)
         return None if planned is None else planned.end
 
-    def commit(self) -> list[int]:
+    def commit_event(self) -> list[int]:
         """Complete the planned event. Returns the numbers of the requests that finished in it."""
         planned = self._planned
         assert planned is not None
@@ -225,14 +225,14 @@ class Replica:
         finished = self._finish_decodes(planned)
         if self._arrived:
             for request, time in self._arrived:
-                self._submit(request, time)
+                self._submit_request(request, time)
             self._arrived.clear()
         return finished
 
-    def _plan_next(self, until: float) -> _Decodes | _Step | None:
+    def _plan_next_event(self, until: float) -> _Decodes | _Step | None:
         scheduler = self.scheduler
         if self._max_in_flight > 1:
-            return self._plan_ahead()
+            return self._schedule_ahead()
         if not scheduler.has_unfinished_requests():
             return None
         if not self._is_stepping:
@@ -241,7 +241,7 @@ class Replica:
                 decodes = self._plan_decodes(rows, until)
                 if decodes is not None:
                     return decodes
-        output, seconds = self._schedule()
+        output, seconds = self._schedule_step()
         return _Step(self.now + seconds, output)
 
     def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
@@ -267,18 +267,18 @@ class Replica:
         a finished request are shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
-    def _fill_times(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
+    def _fill_times(self, times: FloatArray, num_done: int, end: int, num_rows: int, context: int) -> None:
         """Set the end times of the steps `done` + 1 to `end` of a run of decodes, in which `num_rows` rows decode.
         `context`: number of positions that these rows would read in the first step of the run."""
-        seconds = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
-        seconds[0] += times[done]
-        np.add.accumulate(seconds, 0, None, times[done + 1 : end + 1])
+        seconds = self._step_time.of_decodes(num_rows, context + num_rows * num_done, end - num_done)
+        seconds[0] += times[num_done]
+        np.add.accumulate(seconds, 0, None, times[num_done + 1 : end + 1])
 
-    def _plan_ahead(self) -> _Step | None:
+    def _schedule_ahead(self) -> _Step | None:
         """Schedule steps up to the maximum in flight, and plan the end of the oldest one as the next event."""
         steps = self._in_flight
         while len(steps) < self._max_in_flight and self.scheduler.can_advance():
-            output, seconds = self._schedule()
+            output, seconds = self._schedule_step()
             begins = steps[-1][1] if steps else self.now
             steps.append((output, begins + seconds))
         if not steps:
@@ -288,12 +288,12 @@ class Replica:
 
     # ------------------------------------------------------------------ one step
 
-    def _schedule(self) -> tuple[SchedulerOutput, float]:
+    def _schedule_step(self) -> tuple[SchedulerOutput, float]:
         """Schedule the next step. Returns its output and its duration in seconds, 0 for a step without rows and
         copies."""
         output = self.scheduler.schedule_again(self.now)
         copying = 0.0
-        if self.host is not None and (copies := self.host.copy(output)) is not None:
+        if self.host is not None and (copies := self.host.copy_blocks(output)) is not None:
             self._copies[output.step_id] = copies
             copying = copies.seconds
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
@@ -324,11 +324,11 @@ class Replica:
         if self._max_in_flight > 1:  # requests may have finished since this step was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):
-            self._timings.token(self._number[rows], now)
+            self._timings.record_token(self._number[rows], now)
         if output.num_rows:
             waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
             self._events.append(Event(now, 1, output.num_rows, output.total_num_scheduled_tokens, waiting, usage))
-        return self._finished(update.finished) if update.finished else _NONE
+        return self._record_finished(update.finished) if update.finished else _NONE
 
     def _finish_decodes(self, planned: _Decodes) -> list[int]:
         scheduler, (_, times, rows, num_left) = self.scheduler, planned
@@ -339,10 +339,10 @@ class Replica:
             last = tokens.copy()
             last[is_over] = EOS_TOKEN
         update = scheduler.advance(times, tokens, last)
-        self._timings.tokens(self._number[rows], times)
+        self._timings.record_tokens(self._number[rows], times)
         waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
         self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
-        return self._finished(update.finished) if update.finished else _NONE
+        return self._record_finished(update.finished) if update.finished else _NONE
 
     def _store_admitted(self, output: SchedulerOutput) -> None:
         """Store, by row, the lengths and tokens that the simulator knows of the newly admitted requests."""
@@ -350,7 +350,7 @@ class Replica:
             known = self._known[output.requests[index]]
             self._store_row(int(output.rows[index]), known)
             cached = int(output.num_cached_tokens[index - output.num_continued])
-            self._timings.admitted(known.number, self.now, cached)
+            self._timings.record_admission(known.number, self.now, cached)
 
     def _store_row(self, row: int, known: _Known) -> None:
         while row >= len(self._number):
@@ -359,10 +359,10 @@ class Replica:
                 setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
         self._number[row], self._last_token[row], self._filler[row] = known
 
-    def _finished(self, requests: Iterable[Request]) -> list[int]:
+    def _record_finished(self, requests: Iterable[Request]) -> list[int]:
         numbers = []
         for request in requests:
             number = self._known.pop(request).number
-            self._timings.finished(number, request)
+            self._timings.record_finish(number, request)
             numbers.append(number)
         return numbers

@@ -78,7 +78,7 @@ def filler_token(index: int) -> int:
         ValueError: the index is not between 0 and `MAX_INDEX` - 2.
     """
     if not 0 <= index < MAX_INDEX - 1:
-        raise ValueError(f"index is {index}; it must be between 0 and {MAX_INDEX - 2}")
+        raise ValueError(f"request index is {index}; it must be between 0 and {MAX_INDEX - 2}")
     return EOS_TOKEN - 1 - index
 
 
@@ -106,7 +106,7 @@ def prompt_tokens(request: SimRequest, index: int, vocab_size: int, seed: int = 
     pieces = [_shared_text(request, vocab_size, seed)]
     for turn in request.turns:
         pieces.append(_own_text(turn.index, turn.num_new_tokens, vocab_size, seed))
-        pieces.append(_token(filler_token(turn.index)) * turn.num_output_tokens)
+        pieces.append(_token_bytes(filler_token(turn.index)) * turn.num_output_tokens)
     missing = length - sum(map(len, pieces)) // 4
     pieces.append(_own_text(index, max(missing, 0), vocab_size, seed))
     return np.frombuffer(b"".join(pieces)[: 4 * length], dtype=np.int32)
@@ -118,7 +118,7 @@ def blank_prompt(length: int) -> npt.NDArray[np.int32]:
     return np.frombuffer(bytes(4 * length), dtype=np.int32)
 
 
-def _token(token: int) -> bytes:
+def _token_bytes(token: int) -> bytes:
     return token.to_bytes(4, sys.byteorder)
 
 

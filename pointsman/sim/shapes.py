@@ -31,7 +31,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     path = Path(text)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UnknownName(f"{path} has no config.json; name a directory with one, the file, or a built-in model")
+            raise UnknownName(f"{path} has no config.json; give a config.json, its directory, or a built-in model")
         return read_config(path / "config.json", path.resolve().name)
     if path.is_file():
         return read_config(path, path.resolve().parent.name)
@@ -176,10 +176,10 @@ _SAME_SHAPE: Mapping[str, str] = {
 """Names of models that have the dimensions of a built-in model."""
 
 
-def _by_key() -> dict[str, ModelShape]:
+def _shapes_by_key() -> dict[str, ModelShape]:
     """The built-in shapes by lower-case name, with and without organisation."""
     names = {**{name: name for name in SHAPES}, **_SAME_SHAPE}
     return {key.lower(): SHAPES[shape] for name, shape in names.items() for key in (name, name.partition("/")[2])}
 
 
-_BY_KEY = _by_key()
+_BY_KEY = _shapes_by_key()

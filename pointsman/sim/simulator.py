@@ -111,7 +111,9 @@ class Simulation:
             for _ in range(num_replicas)
         ]
         if len(films) > num_replicas:
-            raise ValueError(f"{len(films)} films of {num_replicas} replica(s); give one for each at most")
+            raise ValueError(
+                f"{len(films)} films for {num_replicas} replica(s); give at most one film for each replica"
+            )
         for replica, film in zip(self.replicas, films, strict=False):
             replica.scheduler.start_film(film)
         self._workload = workload
@@ -150,20 +152,20 @@ class Simulation:
         while True:
             first: Replica | None
             if only is not None:
-                end = only.plan(arrival)
+                end = only.plan_event(arrival)
                 first = None if end is None else only
             else:
-                first, end = self._first_to_end()
+                first, end = self._next_replica()
             if end is None or arrival <= end:
                 if arrival > until or arrival == math.inf:
                     return
-                self._arrive(arrival)
+                self._route_next_request(arrival)
                 arrival = self._next_arrival()
                 continue
             if end > until:
                 return
             assert first is not None
-            for number in first.commit():
+            for number in first.commit_event():
                 self._num_finished += 1
                 self._schedule_follow_up(number, first.now)
             if first.refused:
@@ -174,12 +176,12 @@ class Simulation:
             if progress is not None and num_events % _PROGRESS_EVERY == 0:
                 progress(self._num_finished, first.now)
 
-    def _first_to_end(self) -> tuple[Replica | None, float | None]:
+    def _next_replica(self) -> tuple[Replica | None, float | None]:
         """The replica whose event ends first; of several such replicas, the first."""
         found: Replica | None = None
         first = math.inf
         for replica in self.replicas:
-            end = replica.plan()
+            end = replica.plan_event()
             if end is not None and end < first:
                 found, first = replica, end
         return found, None if found is None else first
@@ -188,7 +190,7 @@ class Simulation:
         first = math.inf if self._next_first is None else self._next_first[0]
         return min(first, self._followers[0][0]) if self._followers else first
 
-    def _arrive(self, time: float) -> None:
+    def _route_next_request(self, time: float) -> None:
         """Route the next request, which arrives at `time`, to a replica."""
         if self._next_first is not None and self._next_first[0] <= time:
             request = self._next_first[1]
@@ -197,7 +199,7 @@ class Simulation:
             request = heapq.heappop(self._followers)[2]
         chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
         replica = self.replicas[chosen]
-        number = self.timings.add(time, request.num_prompt_tokens, chosen)
+        number = self.timings.add_request(time, request.num_prompt_tokens, chosen)
         self._requests.append(request)
         replica.add(number, request, time)
         if replica.refused:
@@ -207,7 +209,7 @@ class Simulation:
         refused, replica.refused = replica.refused, []
         for number, why in refused:
             self._refused.append((self._requests[number].request_id, why))
-            self.timings.refused(number)
+            self.timings.record_refusal(number)
             self._schedule_follow_up(number, replica.now)
 
     def _schedule_follow_up(self, number: int, now: float) -> None:

@@ -24,7 +24,7 @@ from pointsman.sim.errors import CalibrationError
 from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad
 from pointsman.traces import MAX_TOKENS, Observed, read_observed
 from pointsman.traces.lines import numbered_lines
-from pointsman.traces.values import Broken, json_object, number
+from pointsman.traces.values import Broken, check_number, parse_json_object
 
 _TO_NEXT = "step times include what the host does between steps"
 _DEVICE_ONLY = "times between steps are not in step times: the recording has no two steps in a row"
@@ -34,7 +34,8 @@ FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MAX_HOST = 2.0
-"""Multiple of the step's time after which the next `schedule` is too late: the host then waited for something else."""
+"""If the next `schedule` comes later than this multiple of a step's time, the host is assumed to have waited for
+something else, and the interval is not used."""
 MIN_STEPS = 20
 """Minimum number of steps: fewer steps cannot determine seven coefficients and also judge the fit."""
 ATTENDED_SPREAD = 10.0
@@ -81,9 +82,9 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     with open_regular(path) as opened:
         lines = numbered_lines(BufferedReader(opened), of_recording=True)
         is_first = True
-        for line_number, line in _checked(lines, path):
+        for line_number, line in _name_path_in_errors(lines, path):
             try:
-                call = json_object(line)
+                call = parse_json_object(line)
                 if is_first:
                     if "observed" in call:
                         return observed_steps(read_observed(path), path)
@@ -96,7 +97,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                 elif name == "finish":
                     unfinished.discard(call["id"])
                 elif name == "schedule":
-                    load, now = _load(call["decision"]), number("now", call["now"])
+                    load, now = _step_load(call["decision"]), check_number("now", call["now"])
                     if last is not None:
                         to_next[last] = now
                     planned[call["step"]] = load, now
@@ -110,7 +111,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                         last = None
                     (load, begin), taken = planned.pop(call["step"]), call["step_time"]
                     if load.num_rows and taken is not None:
-                        if number("step_time", taken) <= 0:
+                        if check_number("step_time", taken) <= 0:
                             raise ValueError(f"step_time is {taken}; it must be more than 0 seconds")
                         loads.append(load)
                         seconds.append(float(taken))
@@ -119,7 +120,9 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                         num_untimed += 1
             except (Broken, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 what = shown(f"{type(error).__name__}: {error}", MAX_MESSAGE)
-                raise CalibrationError(f"{path}, line {line_number}: not a recorded call ({what})") from None
+                raise CalibrationError(
+                    f"{path}, line {line_number}: not a recorded call of the scheduler ({what})"
+                ) from None
     if not seconds:
         raise CalibrationError(
             f"{path}: none of its {num_untimed} steps has a step_time; record with a host that sets "
@@ -139,7 +142,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     )
 
 
-def _checked(lines: Iterator[tuple[int, str]], path: str | PathLike[str]) -> Iterator[tuple[int, str]]:
+def _name_path_in_errors(lines: Iterator[tuple[int, str]], path: str | PathLike[str]) -> Iterator[tuple[int, str]]:
     try:
         yield from lines
     except Broken as error:
@@ -154,22 +157,22 @@ def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
     """
     if observed.lacking:
         raise CalibrationError(
-            f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not have; "
-            "record a server without it"
+            f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not "
+            "support; record a server without these features"
         )
     is_timed = observed.seconds > 0
     if not is_timed.any():
-        raise CalibrationError(f"{path}: no step in it; let the server answer requests while it is recorded")
+        raise CalibrationError(f"{path}: the recording has no steps; send requests to the server while it is recorded")
     columns = [observed.steps[name] for name in StepLoad._fields]
     loads = np.stack(columns, axis=1).astype(np.float64)[is_timed]
     return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE, observed.model)
 
 
-def _load(decision: dict[str, Any]) -> StepLoad:
+def _step_load(decision: dict[str, Any]) -> StepLoad:
     rows = list(zip(decision["num_computed_tokens"], decision["num_scheduled_tokens"], strict=True))
     for before, new in rows:
         if not (isinstance(before, int) and isinstance(new, int) and 0 <= before <= MAX_TOKENS and new > 0):
-            raise ValueError(f"a row computes {new!r} tokens after {before!r}; both must be numbers of tokens")
+            raise ValueError(f"a row has {new!r} scheduled and {before!r} computed tokens; both must be whole numbers")
     return StepLoad.of_rows(rows, sum(map(bool, decision["samples"])))
 
 
@@ -188,7 +191,7 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
         loads: loads of the steps, [steps, fields of `StepLoad`].
         seconds: measured seconds of each step.
     """
-    columns = _columns(loads)
+    columns = _coefficient_columns(loads)
     found = _weighted_fit(columns, seconds, seconds)
     for _ in range(NUM_REWEIGHTED):
         expected = columns @ found
@@ -238,7 +241,7 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
     return StepErrors.between(predict_steps(step_time, loads), seconds)
 
 
-def _columns(loads: FloatArray) -> FloatArray:
+def _coefficient_columns(loads: FloatArray) -> FloatArray:
     """The factor of each coefficient in each step's seconds, [steps, 7 coefficients]."""
     tokens, rows, context, attended, samples = loads.T
     return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)

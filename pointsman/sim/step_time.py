@@ -123,7 +123,7 @@ class LinearStepTime:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if name != "asynchronous" and not (math.isfinite(value) and value >= 0):
-                raise SimulationError(f"{name} is {value}; it must be a finite number of seconds, at least 0")
+                raise SimulationError(f"coefficient {name} is {value}; it must be finite and at least 0")
         if self.r < 1:
             raise SimulationError(f"r is {self.r}; it must be finite and at least 1")
 
@@ -188,7 +188,7 @@ class LinearStepTime:
             wanted = bool if name == "asynchronous" else (int, float)
             if not isinstance(value, wanted) or (name != "asynchronous" and isinstance(value, bool)):
                 raise SimulationError(
-                    f"coefficient {name} is {value!r}; it must be a number, and asynchronous a boolean"
+                    f"coefficient {name} is {value!r}; asynchronous must be true or false, all others numbers"
                 )
         return cls(**values)
 
@@ -230,7 +230,9 @@ class Efficiencies:
                 raise SimulationError(f"efficiency {name} is {getattr(self, name)}; it must be above 0 and at most 1")
         for name in ("all_reduce_latency", "per_step", "per_row"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise SimulationError(f"{name} is {getattr(self, name)}; it must be seconds, at least 0")
+                raise SimulationError(
+                    f"{name} is {getattr(self, name)}; it must be a finite number of seconds, at least 0"
+                )
         if not 1 <= self.r < math.inf:
             raise SimulationError(f"r is {self.r}; it must be finite and at least 1")
 
@@ -254,10 +256,10 @@ class _Decodes(NamedTuple):
 
 KNOWN_RUN = "a measured run of vLLM 0.19 with Llama-3.1-8B on an RTX PRO 6000"
 KNOWN_ERRORS = {"TTFT": -0.47, "TPOT": -0.20, "end-to-end times": -0.26}
-"""Errors (predicted / measured - 1) of `RooflineStepTime` on the only measured run that it was compared with. TTFT and
-TPOT: errors of the mean time; end-to-end times: mean of the requests' errors. The run: 300 ShareGPT requests at about
-10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048, from the LLMServingSim repository (bench/examples).
-tests/sim/test_calibrate.py computes them again."""
+"""Errors of `RooflineStepTime` without calibration, as predicted / measured - 1, on the only measured run that it was
+compared with. For TTFT and TPOT: the error of the mean over all requests. For end-to-end times: the mean of the errors
+of single requests. The run: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens
+2048, from the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +366,7 @@ class RooflineStepTime:
         memory += line.rest
         return memory
 
-    def near(self, load: StepLoad) -> LinearStepTime:
+    def to_linear(self, load: StepLoad) -> LinearStepTime:
         """This model as a `LinearStepTime`, the form that is fitted to logs; used as a start of a search.
 
         Both forms give the same seconds near `load`, except for the costs that `LinearStepTime` lacks: KV that is
@@ -475,4 +477,4 @@ def check_parallel(shape: ModelShape, device: Device, tensor_parallel: int) -> N
             f"tensor_parallel is {tensor_parallel}; it must divide the {shape.num_heads} heads of {shape.name}"
         )
     if tensor_parallel > 1 and not device.link_bandwidth:
-        raise SimulationError(f"tensor_parallel is {tensor_parallel}, and {device.name} has no link to peers; use 1")
+        raise SimulationError(f"tensor_parallel is {tensor_parallel}, but {device.name} has no link to peers; use 1")

@@ -16,7 +16,8 @@ from pointsman.sim.workload import Arrival
 MIN_REQUESTS = 10
 """Minimum number of requests of a stretch."""
 _WANTED = 500
-"""Minimum number of requests of a stretch if a part has several stretches; it has at most `_MAX_STRETCHES`."""
+"""Minimum number of requests of a stretch if a part has several stretches. A part has at most `_MAX_STRETCHES`
+stretches."""
 _MAX_STRETCHES = 3
 
 
@@ -26,7 +27,7 @@ class Stretch:
 
     arrivals: tuple[Arrival, ...]
     seconds: float
-    """Seconds in which the stretch's number of requests arrives, on average."""
+    """Mean seconds in which as many requests arrive as the stretch has."""
 
     @property
     def num_requests(self) -> int:
@@ -71,26 +72,26 @@ def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
     """
     if len(arrivals) < 2 * MIN_REQUESTS:
         raise WorkloadError(
-            f"there are {len(arrivals)} requests; at least {2 * MIN_REQUESTS} are needed, as settings are chosen on "
-            "one part of them and judged on another: take a longer trace"
+            f"there are {len(arrivals)} requests; at least {2 * MIN_REQUESTS} are needed, half to choose settings "
+            "on, half to judge the choice on: take a longer trace"
         )
     if num_requests < MIN_REQUESTS:
-        raise WorkloadError(f"each part has {num_requests} requests; it must have at least {MIN_REQUESTS}")
+        raise WorkloadError(f"num_requests of each part is {num_requests}; it must be at least {MIN_REQUESTS}")
     available = len(arrivals) // 2
     count = min(_MAX_STRETCHES, max(1, min(available, num_requests) // _WANTED))
     size = min(available // count, num_requests // count)
     starts = [index * len(arrivals) // (2 * count) for index in range(2 * count)]
-    cut = [_stretch(arrivals[start : start + size]) for start in starts]
+    cut = [_make_stretch(arrivals[start : start + size]) for start in starts]
     train = sorted(cut[::2], key=lambda stretch: stretch.load)
     train.insert(0, train.pop(count // 2))
     return Parts(tuple(train), tuple(cut[1::2]))
 
 
-def _stretch(arrivals: Sequence[Arrival]) -> Stretch:
+def _make_stretch(arrivals: Sequence[Arrival]) -> Stretch:
     span = arrivals[-1][0] - arrivals[0][0]
     if span <= 0:
         raise WorkloadError(
-            f"{len(arrivals)} requests that follow each other arrive all at once, so they have no rate; take a "
-            "trace with times, or generated arrivals"
+            f"{len(arrivals)} consecutive requests arrive at one time, so they have no arrival rate; use a trace with "
+            "arrival times, or generate arrivals"
         )
     return Stretch(tuple(arrivals), span * len(arrivals) / (len(arrivals) - 1))

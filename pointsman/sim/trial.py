@@ -16,8 +16,8 @@ from pointsman.core import SchedulerConfig
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.profile import Hull, WatchedStepTime
-from pointsman.sim.report.intervals import Draws, distribution
-from pointsman.sim.report.summary import Targets, met
+from pointsman.sim.report.intervals import Draws, estimate_distribution
+from pointsman.sim.report.summary import Targets, meets_targets
 from pointsman.sim.simulator import Outcome, Progress, simulate
 from pointsman.sim.step_time import StepTime
 from pointsman.sim.stretches import Stretch
@@ -125,7 +125,7 @@ class Judge:
         has_token = ~np.isnan(timings.first_token)
         return Sample(
             num_requests=timings.count,
-            num_good=int(np.count_nonzero(met(timings, self.targets))),
+            num_good=int(np.count_nonzero(meets_targets(timings, self.targets))),
             closeness=float(_closeness(outcome, self.targets).sum()),
             seconds=stretch.seconds,
             ttft=(timings.first_token - timings.arrival)[has_token],
@@ -142,7 +142,7 @@ class Judge:
         )
 
 
-def score(samples: Sequence[Sample]) -> Score:
+def combine_samples(samples: Sequence[Sample]) -> Score:
     """Combine the samples of some stretches."""
     count = sum(sample.num_requests for sample in samples)
     num_good = sum(sample.num_good for sample in samples)
@@ -166,7 +166,7 @@ def score(samples: Sequence[Sample]) -> Score:
     )
 
 
-def slack(found: Score, targets: Targets) -> float:
+def target_margin(found: Score, targets: Targets) -> float:
     """Distance of the slowest requests from the targets: the minimum, over the targets, of target / p99; above 1 if all
     targets are met."""
     pairs = ((targets.ttft, found.ttft_p99), (targets.itl, found.longest_gap_p99), (targets.e2e, found.e2e_p99))
@@ -190,4 +190,4 @@ def _closeness(outcome: Outcome, targets: Targets) -> FloatArray:
 
 def _p99(values: FloatArray, counts: Int64Array | None = None) -> float | None:
     blocks = np.zeros(len(values), dtype=np.int64)
-    return distribution(values, counts, blocks, Draws(1, 0, 0)).p99.value
+    return estimate_distribution(values, counts, blocks, Draws(1, 0, 0)).p99.value

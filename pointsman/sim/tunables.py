@@ -34,14 +34,14 @@ class Tunable:
     is_for_short_pool: bool = False
     """Whether the setting makes a difference only if KV blocks run out."""
 
-    def beside(self, value: Any) -> list[Any]:
-        """The values one notch below and above `value`; without an order, all other values."""
+    def neighbours_of(self, value: Any) -> list[Any]:
+        """The values directly below and above `value` in the list; if the values have no order, all other values."""
         if not self.is_ordered:
             return [other for other in self.values if other != value]
         at = self.values.index(value)
         return [*self.values[max(0, at - 1) : at], *self.values[at + 1 : at + 2]]
 
-    def including(self, value: Any) -> Tunable:
+    def with_value(self, value: Any) -> Tunable:
         """The same setting, with `value` among its values."""
         if value in self.values:
             return self
@@ -82,7 +82,7 @@ def _policies(name: str, varied: frozenset[str]) -> tuple[Any, ...]:
     """The values of a knob that holds a policy, or several policies."""
     knob = scheduler_knobs()[name]
     assert knob.policy is not None
-    found = specs(knob.policy.kind, varied)
+    found = policy_specs(knob.policy.kind, varied)
     if not knob.is_list_of_policies:
         return (None, *found) if knob.is_optional else tuple(found)
     pairs = []
@@ -91,7 +91,7 @@ def _policies(name: str, varied: frozenset[str]) -> tuple[Any, ...]:
     return ((), *((spec,) for spec in found), *pairs)
 
 
-def specs(kind: str, varied: frozenset[str]) -> list[str]:
+def policy_specs(kind: str, varied: frozenset[str]) -> list[str]:
     """Every policy of a kind in its text form: with its defaults, and with each other value that it declares to try."""
     found = []
     for name, policy in known(kind).items():
@@ -127,7 +127,7 @@ class Space:
         if not base.enable_prefix_caching:
             fixed |= {"eviction"}
         self._fewest = replicas[0]
-        chosen = [each.including(getattr(base, each.name)) for each in tunables(varied) if each.name not in fixed]
+        chosen = [each.with_value(getattr(base, each.name)) for each in tunables(varied) if each.name not in fixed]
         low, high = replicas
         if low < high:
             chosen.append(Tunable(REPLICAS, tuple(range(low, high + 1))))
@@ -139,7 +139,7 @@ class Space:
         """The values of a point by setting name."""
         return {each.name: value for each, value in zip(self.tunables, point, strict=True)}
 
-    def point(self, settings: Mapping[str, Any]) -> Point:
+    def make_point(self, settings: Mapping[str, Any]) -> Point:
         """The base point with other values; if two settings contradict each other, the nearest consistent point.
 
         Otherwise, values with the same meaning would be tried as if they differed.
@@ -168,23 +168,25 @@ class Space:
         """The number of replicas of a point."""
         return int(self.settings(point).get(REPLICAS, self._fewest))
 
-    def changed(self, point: Point) -> list[str]:
-        """The scheduler's settings that differ from the base, except for differences that other settings require."""
+    def changed_settings(self, point: Point) -> list[str]:
+        """The scheduler's settings in which the point differs from the base, without settings that had to change
+        because of another setting."""
         settings, base = self.settings(point), self.settings(self.base)
         return [
             each.name
             for each in self.tunables
-            if each.name != REPLICAS and self.point({**settings, each.name: base[each.name]}) != point
+            if each.name != REPLICAS and self.make_point({**settings, each.name: base[each.name]}) != point
         ]
 
     def neighbours(self, point: Point, names: Sequence[str]) -> list[tuple[str, Point]]:
-        """(setting, point) of all points that differ by one notch of one of the settings `names`."""
+        """(setting, point) of all points that differ from `point` in one of the settings `names`, by one value in the
+        list."""
         settings = self.settings(point)
         found: list[tuple[str, Point]] = []
         for each in self.tunables:
             if each.name in names:
-                for value in each.beside(settings[each.name]):
-                    other = self.point({**settings, each.name: value})
+                for value in each.neighbours_of(settings[each.name]):
+                    other = self.make_point({**settings, each.name: value})
                     if other != point and all(other != known for _, known in found):
                         found.append((each.name, other))
         return found

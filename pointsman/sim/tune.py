@@ -29,7 +29,7 @@ from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.profile import Hull
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import Parts
-from pointsman.sim.trial import Job, Sample, Score, score, slack
+from pointsman.sim.trial import Job, Sample, Score, combine_samples, target_margin
 from pointsman.sim.tunables import DESIGN, REPLICAS, Point, Space
 from pointsman.sim.workers import Runner
 
@@ -42,12 +42,13 @@ another number of workers does not."""
 _HOPELESS = 0.75
 """Share of the best goodput on the first stretch below which a point is not simulated on the other stretches."""
 _SHORT = 0.8
-"""Share of used blocks from which the pool may be short."""
+"""If a replica's requests hold at least this share of the blocks, the pool counts as possibly short of blocks."""
 _MAX_CLIMBS = 3
 _AS_GOOD = 0.995
 """Share of the best goodput from which points count as equal: the simplest of them is chosen."""
 _TIE = 1e-3
-"""Weight of closeness beside the share of good requests: it decides only between equal shares."""
+"""Weight of `Score.closeness` relative to the goodput, when points are compared: closeness decides only between points
+of equal goodput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Tuning:
     judged: Judged | None = None
     """The chosen trial with its score on the held-out part; None: not judged yet."""
     neighbours: list[tuple[str, Trial]] = field(default_factory=list)
-    """(setting, trial) of the trials that differ from the chosen one by a notch of one setting."""
+    """(setting, trial) of the trials that differ from the chosen one in one setting, by one value in its list."""
     not_searched: list[str] = field(default_factory=list)
     """Settings that make no difference because the KV pool is never short of blocks."""
     hull: Hull | None = None
@@ -105,8 +106,8 @@ class Tuning:
 
     @property
     def gain(self) -> float | None:
-        """Relative gain in goodput of the chosen trial over the defaults, on the held-out part. Infinite if only the
-        defaults have no goodput; None if neither has goodput, or the chosen trial was not judged."""
+        """Goodput of the chosen trial divided by that of the defaults, minus 1, on the held-out part. Infinite if only
+        the defaults have goodput 0. None if both have goodput 0, or the chosen trial was not judged."""
         if self.judged is None or self.judged_defaults is None:
             return None
         mine, theirs = self.judged.goodput, self.judged_defaults.goodput
@@ -157,7 +158,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if not self.targets:
-            raise SimulationError("there is no target; give one on TTFT or ITL")
+            raise SimulationError("no latency target is given; give one for TTFT or ITL")
         if self.num_trials < 1:
             raise SimulationError(f"the number of trials is {self.num_trials}; it must be at least 1")
 
@@ -192,35 +193,35 @@ class _Tuner:
         self._num_expected = search.num_trials + 2 * len(self._names)
 
     def run(self) -> None:
-        self._begin()
+        self._try_design()
         self._explore()
         self._simplify()
         self._climb()
-        self._judge()
+        self._judge_chosen()
         self.found.is_complete = True
 
     # ------------------------------------------------------------------ phases
 
-    def _begin(self) -> None:
+    def _try_design(self) -> None:
         space = self._space
         defaults = [space.base]
         replicas = next((each for each in space.tunables if each.name == REPLICAS), None)
         if replicas is not None:
-            defaults = [space.point({REPLICAS: number}) for number in replicas.values]
+            defaults = [space.make_point({REPLICAS: number}) for number in replicas.values]
         self._search.sized(space.config(space.base))  # raises if the defaults do not fit
-        self._try(defaults, is_sparing=False)
+        self._simulate_points(defaults, is_sparing=False)
         known = [self._trials[point] for point in defaults]
-        self.found.defaults = max((trial for trial in known if trial), key=_value)
+        self.found.defaults = max((trial for trial in known if trial), key=_train_value)
         names = [name for name in DESIGN if name in self._names]
         combinations = product(*(DESIGN[name] for name in names))
-        design = [space.point(dict(zip(names, values, strict=True))) for values in combinations]
+        design = [space.make_point(dict(zip(names, values, strict=True))) for values in combinations]
         if replicas is not None:  # alternating, as all combinations would be too many
             counts = replicas.values
             design = [
-                space.point({**space.settings(point), REPLICAS: counts[index % len(counts)]})
+                space.make_point({**space.settings(point), REPLICAS: counts[index % len(counts)]})
                 for index, point in enumerate(design)
             ]
-        self._try(design[: max(0, self._search.num_trials - len(defaults))])
+        self._simulate_points(design[: max(0, self._search.num_trials - len(defaults))])
         if not any(self._may_be_short(trial) for trial in self.found.trials):
             self.found.not_searched = self._for_short_pool
             self._names = [name for name in self._names if name not in self._for_short_pool]
@@ -254,7 +255,7 @@ class _Tuner:
         for point, trial in self._trials.items():
             study.add_trial(
                 optuna.trial.create_trial(
-                    params=notches(point), distributions=distributions, value=self._estimate(point, trial)
+                    params=notches(point), distributions=distributions, value=self._reported_value(point, trial)
                 )
             )
         while (num_left := self._search.num_trials - len(self._trials)) > 0:
@@ -262,42 +263,42 @@ class _Tuner:
             for _ in range(min(_BATCH, num_left)):
                 proposed = study.ask(distributions)
                 values = {each.name: each.values[proposed.params[each.name]] for each in searched}
-                asked.append((proposed, self._space.point(values)))
+                asked.append((proposed, self._space.make_point(values)))
             before = len(self._trials)
-            self._try([point for _, point in asked])
+            self._simulate_points([point for _, point in asked])
             for proposed, point in asked:
-                study.tell(proposed, self._estimate(point, self._trials[point]))
+                study.tell(proposed, self._reported_value(point, self._trials[point]))
             if len(self._trials) == before:  # Optuna proposes only known points: the space is (nearly) exhausted
                 return
 
     def _simplify(self) -> None:
-        best = self._best()
+        best = self._best_point()
         min_score, settings = _AS_GOOD * self._score(best), self._space.settings
         current, base = best, settings(self._space.base)
-        changed = self._space.changed(best)
+        changed = self._space.changed_settings(best)
         # First all settings that matter only for a short pool, together; then the other changes, one after the other.
         for names in ([name for name in changed if name in self._for_short_pool], *([name] for name in changed[::-1])):
             values = {name: base[name] for name in names if settings(current)[name] != base[name]}
             if values:
-                simpler = self._space.point({**settings(current), **values})
-                self._try([simpler])
+                simpler = self._space.make_point({**settings(current), **values})
+                self._simulate_points([simpler])
                 if self._score(simpler) >= min_score:
                     current = simpler
 
     def _climb(self) -> None:
         for _ in range(_MAX_CLIMBS):
-            chosen = self._chosen()
+            chosen = self._choose_point()
             trial = self._trials[chosen]
             is_short = trial is not None and self._may_be_short(trial)
             names = [name for name in self._names if is_short or name not in self._for_short_pool]
             neighbours = self._space.neighbours(chosen, names)
-            self._try(point for _, point in neighbours)
+            self._simulate_points(point for _, point in neighbours)
             self.found.neighbours = [(name, trial) for name, point in neighbours if (trial := self._trials[point])]
-            if self._chosen() == chosen:
+            if self._choose_point() == chosen:
                 break
         self.found.chosen = self._trials[chosen]
 
-    def _judge(self) -> None:
+    def _judge_chosen(self) -> None:
         defaults, chosen = self.found.defaults, self.found.chosen
         assert defaults is not None and chosen is not None
         first = len(self._search.parts.train)
@@ -311,18 +312,18 @@ class _Tuner:
         samples = list(self._runner.run(jobs))
         size = len(stretches)
         judged = [
-            Judged(trial, score(samples[at : at + size]))
+            Judged(trial, combine_samples(samples[at : at + size]))
             for trial, at in zip(trials, range(0, len(samples), size), strict=True)
         ]
         self.found.judged, self.found.judged_defaults = judged[0], judged[-1]
         self.found.hull = Hull()
         for sample in samples[:size]:
             if sample.hull is not None:
-                self.found.hull.include(sample.hull)
+                self.found.hull.add_hull(sample.hull)
 
     # ------------------------------------------------------------------ points
 
-    def _try(self, points: Iterable[Point], *, is_sparing: bool = True) -> None:
+    def _simulate_points(self, points: Iterable[Point], *, is_sparing: bool = True) -> None:
         """Simulate the points that were not simulated before. If `is_sparing`, simulate hopeless ones only on the first
         stretch."""
         configs: dict[Point, SchedulerConfig] = {}
@@ -341,7 +342,7 @@ class _Tuner:
         samples: dict[Point, list[Sample]] = {}
         for point, sample in zip(fresh, self._runner.run(jobs), strict=True):
             samples[point] = [sample]
-            self._report(len(self._trials) + len(samples) / (2 if others else 1))
+            self._report_progress(len(self._trials) + len(samples) / (2 if others else 1))
         first = {point: _per_replica(found, self._space.num_replicas(point)) for point, found in samples.items()}
         is_sparing = is_sparing and len(others) > 0
         min_score = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
@@ -354,19 +355,19 @@ class _Tuner:
             if point in hopeful:
                 for _ in others:
                     samples[point].append(next(results))
-                    self._report(len(self._trials) + 1)
+                    self._report_progress(len(self._trials) + 1)
                 self._first[point] = first[point]
             trial = Trial(
                 self._space.settings(point),
                 configs[point],
                 self._space.num_replicas(point),
-                score(samples[point]),
+                combine_samples(samples[point]),
                 is_hopeless=point not in hopeful,
             )
             self._trials[point] = trial
             self.found.trials.append(trial)
 
-    def _report(self, num_tried: float) -> None:
+    def _report_progress(self, num_tried: float) -> None:
         if self._search.progress is not None:
             best = max((trial.goodput for trial in self.found.trials if not trial.is_hopeless), default=0.0)
             self._search.progress(int(num_tried), max(self._num_expected, int(num_tried)), best)
@@ -374,51 +375,51 @@ class _Tuner:
     def _score(self, point: Point) -> float:
         """The score of a point that was simulated in full; other points cannot be chosen."""
         trial = self._trials[point]
-        return -1.0 if trial is None or trial.is_hopeless else _value(trial)
+        return -1.0 if trial is None or trial.is_hopeless else _train_value(trial)
 
-    def _estimate(self, point: Point, trial: Trial | None) -> float:
+    def _reported_value(self, point: Point, trial: Trial | None) -> float:
         """The value reported to Optuna. For a hopeless point: the best point's score, multiplied by the ratio of the
         two points' scores on the first stretch."""
         if trial is None:
             return 0.0
         if not trial.is_hopeless:
-            return _value(trial)
-        best = self._best()
-        return self._score(best) * _value(trial) / (self._first[best] + _TIE) if self._first[best] else 0.0
+            return _train_value(trial)
+        best = self._best_point()
+        return self._score(best) * _train_value(trial) / (self._first[best] + _TIE) if self._first[best] else 0.0
 
-    def _best(self) -> Point:
+    def _best_point(self) -> Point:
         return max(self._trials, key=self._score)
 
-    def _chosen(self) -> Point:
+    def _choose_point(self) -> Point:
         """Of the points that count as equal to the best: one with the fewest changes, and of several such points the
         one with the largest margin to the targets."""
-        min_score = _AS_GOOD * self._score(self._best())
+        min_score = _AS_GOOD * self._score(self._best_point())
         as_good = [point for point in self._trials if self._score(point) >= min_score]
-        changes = {point: len(self._space.changed(point)) for point in as_good}
+        changes = {point: len(self._space.changed_settings(point)) for point in as_good}
         fewest = min(changes.values())
 
         def margin(point: Point) -> float:
             trial = self._trials[point]
             assert trial is not None
-            return slack(trial.train, self._search.targets)
+            return target_margin(trial.train, self._search.targets)
 
         return max((point for point in as_good if changes[point] == fewest), key=margin)
 
     def note_best(self) -> None:
         """Set `found.chosen` to the trial of the best point so far."""
         if self.found.trials:
-            self.found.chosen = self._trials[self._chosen()]
+            self.found.chosen = self._trials[self._choose_point()]
 
     def _may_be_short(self, trial: Trial) -> bool:
         return trial.train.kv_cache_usage >= _SHORT or trial.train.num_preemptions > 0
 
 
-def _value(trial: Trial) -> float:
+def _train_value(trial: Trial) -> float:
     return (trial.train.goodput + _TIE * trial.train.closeness) / trial.num_replicas
 
 
 def _per_replica(samples: Sequence[Sample], num_replicas: int) -> float:
-    return score(samples).goodput / num_replicas
+    return combine_samples(samples).goodput / num_replicas
 
 
 def _merits(trial: Trial) -> tuple[float, ...]:

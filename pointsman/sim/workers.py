@@ -162,8 +162,8 @@ class _OnRay:
             lines = str(cause if isinstance(cause, Exception) else error).strip().splitlines()
             reason = lines[-1] if lines else type(error).__name__
             raise SimulationError(
-                f"a worker on the Ray cluster failed: {reason}; each node must stay up, with this "
-                "version of Python and pip install 'pointsman[ray]'"
+                f"a worker on the Ray cluster failed: {reason}; keep each node running, with this "
+                "version of Python and with pointsman[ray] installed"
             ) from error
 
 
@@ -183,7 +183,9 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
             ray.init(address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise SimulationError(f"cannot reach a Ray cluster at {address!r}: {reason}; give host:port") from None
+            raise SimulationError(
+                f"cannot reach a Ray cluster at {address!r}: {reason}; give the host:port of its head node"
+            ) from None
     actors: list[Any] = []
     try:
         num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))

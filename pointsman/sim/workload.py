@@ -153,7 +153,7 @@ class OpenLoop:
             WorkloadError: `rate` is not above 0.
         """
         if not 0 < rate < float("inf"):
-            raise WorkloadError(f"rate is {rate}; it must be above 0: 2 is twice as fast as the source")
+            raise WorkloadError(f"rate is {rate}; it must be finite and above 0; 2 is twice as fast as the source")
         self._source = source
         self._rate = rate
         self.num_skipped = 0
@@ -175,7 +175,7 @@ class OpenLoop:
             for time, request in islice(pairs, self._source.num_requests):
                 yield time / self._rate, request
             return
-        for index, traced in _traced(self._source):
+        for index, traced in _requests_with_output(self._source):
             yield traced.arrival_time / self._rate, _from_trace(traced, index)
 
     def on_finished(self, request: SimRequest, now: float) -> None:
@@ -222,18 +222,18 @@ class ClosedLoop:
         if not isinstance(source, Lengths):
             available = sum(request.num_output_tokens > 0 for request in source)
             self.num_requests = available if num_requests is None else min(num_requests, available)
-        self._begin()
+        self._start_requests()
 
     def first_arrivals(self) -> Iterator[Arrival]:
-        self._begin()
-        for user, time in self._starts():
+        self._start_requests()
+        for user, time in self._user_start_times():
             request = next(self._requests, None)
             if request is None:
                 return
             self._users[request.index] = user
             yield time, request
 
-    def _starts(self) -> list[tuple[int, float]]:
+    def _user_start_times(self) -> list[tuple[int, float]]:
         """(user, time in seconds at which the user begins) of all users, in order of time."""
         users = range(self._num_users)
         if not self._is_spread:
@@ -254,10 +254,10 @@ class ClosedLoop:
 
     def _thinking_times(self, user: int) -> Iterator[float]:
         if user not in self._thinking:
-            self._thinking[user] = _draws(self._think, _generator(self._seed, _THINKING, user))
+            self._thinking[user] = _drawn_values(self._think, _generator(self._seed, _THINKING, user))
         return self._thinking[user]
 
-    def _begin(self) -> None:
+    def _start_requests(self) -> None:
         self._requests = islice(self._all_requests(), self.num_requests)
         self._users: dict[int, int] = {}  # users by their unfinished request
         self._thinking: dict[int, Iterator[float]] = {}
@@ -266,7 +266,7 @@ class ClosedLoop:
         if isinstance(self._source, Lengths):
             yield from self._source.requests(self._seed)
         else:
-            for index, traced in _traced(self._source):
+            for index, traced in _requests_with_output(self._source):
                 yield _from_trace(traced, index)
 
 
@@ -326,13 +326,13 @@ class Sessions:
         early."""
         if self.num_sessions is None or self.max_total_tokens is not None:
             return None
-        return sum(self._turns_of(number) for number in range(self.num_sessions))
+        return sum(self._draw_turns(number) for number in range(self.num_sessions))
 
     def first_arrivals(self) -> Iterator[Arrival]:
         self._sessions, self._indices = {}, count()
         times = _arrival_times(self.arrivals, self.seed)
         for number, time in enumerate(islice(times, self.num_sessions)):
-            request = self._next_request(self._session(number))
+            request = self._next_request(self._make_session(number))
             if request is not None:
                 yield time, request
 
@@ -369,18 +369,18 @@ class Sessions:
             turns=session.turns,
         )
 
-    def _turns_of(self, number: int) -> int:
-        return int(sample_lengths(self.num_turns, _generator(self.seed, _TURNS, number), 1)[0])
+    def _draw_turns(self, session_number: int) -> int:
+        return int(sample_lengths(self.num_turns, _generator(self.seed, _TURNS, session_number), 1)[0])
 
-    def _session(self, number: int) -> _Session:
-        turns = self._turns_of(number)
-        prompts = _generator(self.seed, _PROMPTS, number)
+    def _make_session(self, session_number: int) -> _Session:
+        turns = self._draw_turns(session_number)
+        prompts = _generator(self.seed, _PROMPTS, session_number)
         first = sample_lengths(self.first_prompt, prompts, 1).tolist()
         return _Session(
-            name=f"session-{number}",
+            name=f"session-{session_number}",
             new_lens=first + sample_lengths(self.new_text, prompts, turns - 1).tolist(),
-            output_lens=sample_lengths(self.output, _generator(self.seed, _OUTPUTS, number), turns).tolist(),
-            think_times=self.think.sample(_generator(self.seed, _THINKING, number), turns - 1).tolist(),
+            output_lens=sample_lengths(self.output, _generator(self.seed, _OUTPUTS, session_number), turns).tolist(),
+            think_times=self.think.sample(_generator(self.seed, _THINKING, session_number), turns - 1).tolist(),
         )
 
 
@@ -392,7 +392,7 @@ def _generator(seed: int, *purpose: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
 
 
-def _draws(distribution: Distribution, rng: np.random.Generator) -> Iterator[float]:
+def _drawn_values(distribution: Distribution, rng: np.random.Generator) -> Iterator[float]:
     while True:
         yield from distribution.sample(rng, 64).tolist()
 
@@ -414,7 +414,7 @@ def _arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
         yield from times.tolist()
 
 
-def _traced(trace: Sequence[TraceRequest]) -> Iterator[tuple[int, TraceRequest]]:
+def _requests_with_output(trace: Sequence[TraceRequest]) -> Iterator[tuple[int, TraceRequest]]:
     """(index, request) of each request of the trace that has output."""
     return enumerate(request for request in trace if request.num_output_tokens)
 

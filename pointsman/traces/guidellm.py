@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from pointsman.files import represented
 from pointsman.traces.json_stream import JsonStream
 from pointsman.traces.requests import LeftOut, MeasuredRequest, TraceRequest
-from pointsman.traces.values import Broken, field, measured, number, tokens
+from pointsman.traces.values import Broken, check_number, check_tokens, get_field, make_measured
 
 VERSIONS = (1, 2)
 
@@ -34,9 +34,11 @@ def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | L
             known = True
         elif key == "benchmarks":
             if not known:
-                raise stream.broken('no "metadata" before "benchmarks": reports of guidellm 0.5 and later have it')
+                raise stream.make_error(
+                    'no "metadata" before "benchmarks"; write the report with guidellm 0.5 or later'
+                )
             for index in stream.items():
-                yield from _benchmark(stream, f"benchmarks[{index}]")
+                yield from _read_benchmark(stream, f"benchmarks[{index}]")
         else:
             stream.skip()
 
@@ -44,17 +46,17 @@ def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | L
 def _check_version(stream: JsonStream, metadata: Any) -> None:
     version = metadata.get("version") if isinstance(metadata, dict) else None
     if version not in VERSIONS:
-        raise stream.broken(
-            f"metadata.version is {represented(version)}; read are versions 1 and 2 of the report, "
-            "which guidellm 0.5 to 0.8 write"
+        raise stream.make_error(
+            f"metadata.version is {represented(version)}; only versions 1 and 2 can be read: "
+            "write the report with guidellm 0.5 to 0.8"
         )
 
 
-def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
+def _read_benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
     counted = found = 0
     for key in stream.members():
         if key == "metrics":
-            counted = _num_successful(stream)
+            counted = _read_num_successful(stream)
         elif key == "requests":
             for status in stream.members():
                 if stream.peek() != "[":
@@ -62,16 +64,16 @@ def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | Measur
                     continue
                 for index in stream.items():
                     found += status == "successful"
-                    yield _request(stream, f"{place}.requests.{status}[{index}]", status == "successful")
+                    yield _read_request(stream, f"{place}.requests.{status}[{index}]", status == "successful")
         else:
             stream.skip()
     if found < counted:
-        raise stream.broken(
-            f"{place} holds {found} of {counted} successful requests, a sample; run guidellm without a sample size"
+        raise stream.make_error(
+            f"{place} has only {found} of {counted} successful requests; run guidellm without a sample size"
         )
 
 
-def _num_successful(stream: JsonStream) -> int:
+def _read_num_successful(stream: JsonStream) -> int:
     """Number of successful requests in the measured period, as the benchmark's metrics report it; 0 if this number is
     missing."""
     totals: Any = None
@@ -84,7 +86,7 @@ def _num_successful(stream: JsonStream) -> int:
     return count if isinstance(count, int) else 0
 
 
-def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | LeftOut:
+def _read_request(stream: JsonStream, place: str, is_successful: bool) -> TraceRequest | MeasuredRequest | LeftOut:
     """Read the request at the current position of the stream. A request is left out if it was never sent, or if it
     failed and has no length."""
     fields = stream.value()
@@ -94,24 +96,24 @@ def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest |
         info = fields.get("info")
         timings = info.get("timings") if isinstance(info, dict) else None
         if not isinstance(timings, dict):
-            raise Broken('no object "info.timings" in it')
-        if not successful:
+            raise Broken('the object "info.timings" is missing')
+        if not is_successful:
             if timings.get("request_start") is None:
                 return LeftOut.NOT_SENT
             if fields.get("prompt_tokens") is None:
                 return LeftOut.NO_PROMPT
             fields = {**fields, "output_tokens": fields.get("output_tokens") or 0}
         request = TraceRequest(
-            arrival_time=number("request_start", field(timings, "request_start")),
-            num_prompt_tokens=tokens("prompt_tokens", field(fields, "prompt_tokens"), 0),
-            num_output_tokens=tokens("output_tokens", field(fields, "output_tokens"), 0),
+            arrival_time=check_number("request_start", get_field(timings, "request_start")),
+            num_prompt_tokens=check_tokens("prompt_tokens", get_field(fields, "prompt_tokens"), 0),
+            num_output_tokens=check_tokens("output_tokens", get_field(fields, "output_tokens"), 0),
         )
-        if not (successful and request.num_output_tokens):
+        if not (is_successful and request.num_output_tokens):
             return request
         names = ("first_token_iteration", "last_token_iteration")
         if any(timings.get(name) is None for name in names):
             return request  # the response was not streamed, so tokens have no times
-        first, last = (number(name, timings[name]) for name in names)
-        return measured(request, str(fields.get("request_id", "")), first, last)
+        first, last = (check_number(name, timings[name]) for name in names)
+        return make_measured(request, str(fields.get("request_id", "")), first, last)
     except Broken as error:
-        raise stream.broken(f"{place}: {error}") from None
+        raise stream.make_error(f"{place}: {error}") from None

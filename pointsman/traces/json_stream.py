@@ -42,8 +42,8 @@ class JsonStream:
         """The number of the line at the position, from 1."""
         return self._num_lines + self._text.count("\n", 0, self._at) + 1
 
-    def broken(self, what: str) -> Broken:
-        return Broken(f"line {self.line}: {what}")
+    def make_error(self, fault: str) -> Broken:
+        return Broken(f"line {self.line}: {fault}")
 
     def peek(self) -> str:
         """The next character that is not white space, without reading past it; "" at the end of the file."""
@@ -51,16 +51,16 @@ class JsonStream:
             self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # also matches an empty text
             if self._at < len(self._text):
                 return self._text[self._at]
-            if not self._more(CHUNK):
+            if not self._read_more(CHUNK):
                 return ""
 
     def members(self) -> Iterator[str]:
         """The keys of an object. After each key the caller reads or skips the value of the key."""
         for _ in self._elements("{", "}"):
             if self.peek() != '"':
-                raise self._unexpected("a key")
+                raise self._syntax_error("a key expected")
             key = self.value()
-            self._take(":")
+            self._read_mark(":")
             yield key
 
     def items(self) -> Iterator[int]:
@@ -80,14 +80,14 @@ class JsonStream:
             except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
                 if self._ended:
                     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                    raise self._unexpected(reason) from None
+                    raise self._syntax_error(reason) from None
             else:
                 if self._ended or self._text[end : end + 1] not in _MAY_CONTINUE:
                     self._at = end
                     return value
             if len(self._text) - self._at > MAX_VALUE:
-                raise self._unexpected(f"no value within {MAX_VALUE} characters")
-            self._more(max(CHUNK, len(self._text) - self._at))
+                raise self._syntax_error(f"a value of at most {MAX_VALUE} characters expected")
+            self._read_more(max(CHUNK, len(self._text) - self._at))
 
     def skip(self) -> None:
         """Skip the value at the position."""
@@ -100,12 +100,12 @@ class JsonStream:
             found = _STRUCTURE.search(self._text, self._at)
             if found is None:
                 self._at = len(self._text)
-                self._need()
+                self._read_more_or_fail()
                 continue
             self._at = found.end()
             mark = found[0]
             if mark == '"':
-                self._pass_string()
+                self._skip_string()
             else:
                 depth += 1 if mark in "{[" else -1
             if depth == 0:
@@ -114,7 +114,7 @@ class JsonStream:
     # ------------------------------------------------------------------ parts of the document
 
     def _elements(self, opening: str, closing: str) -> Iterator[int]:
-        self._take(opening)
+        self._read_mark(opening)
         index = 0
         if self.peek() == closing:
             self._at += 1
@@ -125,41 +125,42 @@ class JsonStream:
             if self.peek() == closing:
                 self._at += 1
                 return
-            self._take(",")
+            self._read_mark(",")
 
-    def _take(self, mark: str) -> None:
+    def _read_mark(self, mark: str) -> None:
         if self.peek() != mark:
-            raise self._unexpected(repr(mark))
+            raise self._syntax_error(f"{mark!r} expected")
         self._at += 1
 
-    def _pass_string(self) -> None:
+    def _skip_string(self) -> None:
         """Skip the remainder of a string, whose opening quote was already read."""
         while True:
             found = _STRING_END.search(self._text, self._at)
             if found is None:
                 self._at = len(self._text)
-                self._need()
+                self._read_more_or_fail()
                 continue
             self._at = found.end()
             if found[0] == '"':
                 return
             if self._at == len(self._text):
-                self._need()
+                self._read_more_or_fail()
             self._at += 1  # the escaped character
 
-    def _need(self) -> None:
-        if not self._more(CHUNK):
-            raise self._unexpected("the end of the value")
+    def _read_more_or_fail(self) -> None:
+        if not self._read_more(CHUNK):
+            raise self._syntax_error("the end of the value expected")
 
-    def _more(self, size: int) -> bool:
-        """Read about `size` more characters, and forget the text before the position; False: at the end of the file."""
+    def _read_more(self, size: int) -> bool:
+        """Read about `size` more characters, and drop the text before the position. Returns False at the end of the
+        file."""
         while not self._ended:
             data = self._file.read(size)
             self._ended = not data
             try:
                 new = self._decoder.decode(data, final=self._ended)
             except UnicodeDecodeError as error:
-                raise self.broken(str(error)) from None
+                raise self.make_error(str(error)) from None
             self._num_lines += self._text.count("\n", 0, self._at)
             self._text = self._text[self._at :] + new
             self._at = 0
@@ -167,8 +168,8 @@ class JsonStream:
                 return True
         return False
 
-    def _unexpected(self, expected: str) -> Broken:
+    def _syntax_error(self, fault: str) -> Broken:
         found = self._text[self._at : self._at + 80]
         if not found:
-            return self.broken(f"not JSON ({expected} expected): the file ends here; is it cut short?")
-        return self.broken(f"not JSON ({expected} expected): {shown(found)!r}")
+            return self.make_error(f"not JSON ({fault}): the file ends here; is it cut short?")
+        return self.make_error(f"not JSON ({fault}): {shown(found)!r}")

@@ -23,7 +23,7 @@ from pointsman.core.state.status import FinishReason
 from pointsman.files import MAX_MESSAGE, open_input, shown
 from pointsman.traces.lines import numbered_lines
 from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceError, TraceRequest
-from pointsman.traces.values import Broken, json_object, measured, number, tokens, whole
+from pointsman.traces.values import Broken, check_integer, check_number, check_tokens, make_measured, parse_json_object
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -108,7 +108,7 @@ class Observed:
             return traced
         first, last = float(ended[request.runs[0][0]]), float(ended[request.runs[-1][1]])
         try:
-            return measured(traced, request.request_id, first, last)
+            return make_measured(traced, request.request_id, first, last)
         except Broken as error:
             raise Broken(f"request {request.request_id!r}: {error}") from None
 
@@ -116,7 +116,7 @@ class Observed:
 def is_observed(line: str) -> bool:
     """Whether the first line of a recording is the header of an observed recording."""
     try:
-        return "observed" in json_object(line)
+        return "observed" in parse_json_object(line)
     except Broken:
         return False
 
@@ -144,11 +144,11 @@ def parse_observed(lines: Iterable[tuple[int, str]]) -> Observed:
     reader: _Reader | None = None
     for line_number, line in lines:
         try:
-            call = json_object(line)
+            call = parse_json_object(line)
             if reader is None:
                 reader = _Reader(call)
             else:
-                reader.take(call)
+                reader.read_call(call)
         except Broken as error:
             raise Broken(f"line {line_number}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -163,18 +163,18 @@ class _Reader:
     def __init__(self, header: dict[str, Any]) -> None:
         version = header.get("format_version")
         if header.get("format") != FORMAT or "observed" not in header:
-            raise Broken("no header of a recording that pointsman.integrations.vllm.Observer made")
+            raise Broken("not the header of a recording that pointsman.integrations.vllm.Observer wrote")
         if version != FORMAT_VERSION:
             raise Broken(f"format_version is {version!r}; this library reads version {FORMAT_VERSION} of {FORMAT}")
         config, observed = dict(header["config"]), header["observed"]
-        block_size = tokens("block_size", config["block_size"], 1)
+        block_size = check_tokens("block_size", config["block_size"], 1)
         size = observed["hash_block_size"]
         self._found = Observed(
             config=config,
             scheduler=str(observed["scheduler"]),
             model=str(observed["model"]),
             lacking=[str(each) for each in observed["lacking"]],
-            hash_block_size=block_size if size is None else tokens("hash_block_size", size, 1),
+            hash_block_size=block_size if size is None else check_tokens("hash_block_size", size, 1),
             requests=[],
             steps={},
         )
@@ -183,67 +183,74 @@ class _Reader:
         self._num_steps = 0
         self._chains = _Chains()
 
-    def take(self, call: dict[str, Any]) -> None:
-        name, now = call["call"], number("now", call["now"])
+    def read_call(self, call: dict[str, Any]) -> None:
+        name, now = call["call"], check_number("now", call["now"])
         if name == "add":
-            self._add(call["request"], now)
+            self._read_add(call["request"], now)
         elif name == "result":
-            self._result(call)
+            self._read_result(call)
         elif name == "steps":
-            self._steps(call)
+            self._read_steps(call)
         else:
-            raise Broken(f"{name!r} is not a call of an observed recording")
+            raise Broken(f"call is {name!r}; it must be add, result or steps")
 
-    def _add(self, fields: dict[str, Any], now: float) -> None:
+    def _read_add(self, fields: dict[str, Any], now: float) -> None:
         blocks = fields["blocks"]
-        length = tokens("num_prompt_tokens", fields["num_prompt_tokens"], 1)
-        ids = None if blocks is None else self._chains.take(*blocks, max_blocks=length // self._found.hash_block_size)
+        length = check_tokens("num_prompt_tokens", fields["num_prompt_tokens"], 1)
+        ids = (
+            None
+            if blocks is None
+            else self._chains.add_prompt(*blocks, max_blocks=length // self._found.hash_block_size)
+        )
         request = ObservedRequest(
             request_id=str(fields["request_id"]),
-            arrival=number("arrival_time", fields["arrival_time"]),
+            arrival=check_number("arrival_time", fields["arrival_time"]),
             queued=now,
             num_prompt_tokens=length,
-            max_tokens=tokens("max_tokens", fields["max_tokens"], 1),
-            priority=whole("priority", fields["priority"]),
+            max_tokens=check_tokens("max_tokens", fields["max_tokens"], 1),
+            priority=check_integer("priority", fields["priority"]),
             block_hash_ids=ids,
         )
         self._by_id[request.request_id] = request
         self._found.requests.append(request)
 
-    def _result(self, call: dict[str, Any]) -> None:
+    def _read_result(self, call: dict[str, Any]) -> None:
         request = self._by_id.pop(call["id"])
         request.reason = FinishReason(call["reason"])
-        request.scheduled = None if call["scheduled"] is None else number("scheduled", call["scheduled"])
-        request.num_cached_tokens = tokens("num_cached_tokens", call["num_cached_tokens"], 0)
-        request.num_output_tokens = tokens("num_output_tokens", call["num_output_tokens"], 0)
-        request.num_preemptions = tokens("num_preemptions", call["num_preemptions"], 0)
-        request.runs = [(tokens("a step", first, 0), tokens("a step", last, first)) for first, last in call["steps"]]
+        request.scheduled = None if call["scheduled"] is None else check_number("scheduled", call["scheduled"])
+        request.num_cached_tokens = check_tokens("num_cached_tokens", call["num_cached_tokens"], 0)
+        request.num_output_tokens = check_tokens("num_output_tokens", call["num_output_tokens"], 0)
+        request.num_preemptions = check_tokens("num_preemptions", call["num_preemptions"], 0)
+        request.runs = [
+            (check_tokens("a step", first, 0), check_tokens("a step", last, first)) for first, last in call["steps"]
+        ]
 
-    def _steps(self, call: dict[str, Any]) -> None:
+    def _read_steps(self, call: dict[str, Any]) -> None:
         if call["step"] != self._num_steps:
             raise Broken(
-                f"steps begin with number {call['step']!r}, and {self._num_steps} came before; lines are missing"
+                f"the line begins with step {call['step']!r}, but the next step is {self._num_steps}: lines are "
+                "missing; make a new recording"
             )
         columns = [call[name] for name in OBSERVED_STEPS]
         sizes = {len(column) for column in columns}
         if len(sizes) != 1:
-            raise Broken(f"columns of different lengths: {sorted(sizes)}")
+            raise Broken(f"the columns have different lengths: {sorted(sizes)}; make a new recording")
         for name, column in zip(OBSERVED_STEPS, columns, strict=True):
             if not all(type(value) is int and abs(value) <= MAX_HASH_ID for value in column):
-                raise Broken(f"{name} must be whole numbers of at most 2**62")
+                raise Broken(f"{name} must be a list of integers from -2**62 to 2**62")
             self._columns[name] += column
         self._num_steps += len(columns[0])
 
     def close(self) -> Observed:
         found = self._found
         found.steps = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
-        self._queue_times()
+        self._set_queue_times()
         for request in found.requests:
             if request.runs and request.runs[-1][1] >= self._num_steps:  # the file is cut
                 request.runs, request.num_output_tokens, request.reason = [], 0, None
         return found
 
-    def _queue_times(self) -> None:
+    def _set_queue_times(self) -> None:
         """Set the time at which each request was queued. The engine receives all arrived requests before each step, so
         a request that it received after a step had not arrived when that step began."""
         requests, steps = self._found.requests, self._found.steps
@@ -265,31 +272,31 @@ class _Chains:
         self._parents: list[int | None] = []  # the block before each run; None: the run begins a prompt
         self._next = 0
 
-    def take(self, parent: int | None, first: int, num_new: int, *, max_blocks: int) -> tuple[int, ...]:
+    def add_prompt(self, parent: int | None, first: int, num_new: int, *, max_blocks: int) -> tuple[int, ...]:
         """Return the ids of all full blocks of a prompt: the block `parent` with all blocks before it (None: no
         blocks), then `num_new` new ids, which begin with `first`.
 
         Raises:
             Broken: lines are missing, or the prompt has more than `max_blocks` ids.
         """
-        pieces = [range(first, first + num_new), *self._chain(parent)]
+        pieces = [range(first, first + num_new), *self._ids_up_to(parent)]
         if num_new < 0 or (count := sum(map(len, pieces))) > max_blocks:
-            raise Broken(f"{num_new} new blocks make {count} of them, and the prompt fills {max_blocks}")
+            raise Broken(f"with {num_new} new blocks the prompt has {count} blocks, but it fills only {max_blocks}")
         if num_new:
             next_id = self._next
             if first != next_id or first + num_new > MAX_HASH_ID:
-                raise Broken(f"new blocks begin with {first}, and {next_id} is next; lines are missing")
+                raise Broken(f"new blocks begin with id {first}, but the next id is {next_id}: lines are missing")
             self._firsts.append(first)
             self._parents.append(parent)
             self._next = first + num_new
         return tuple(each for piece in reversed(pieces) for each in piece)
 
-    def _chain(self, last: int | None) -> list[range]:
+    def _ids_up_to(self, last: int | None) -> list[range]:
         """The ids of a prompt's blocks up to and including the block `last`, as ranges, the last range first."""
         pieces = []
         while last is not None:
             if not (isinstance(last, int) and 0 <= last < self._next):
-                raise Broken(f"block {last!r} is not known; lines are missing")
+                raise Broken(f"no earlier line has block {last!r}: lines are missing")
             at = bisect_right(self._firsts, last) - 1
             pieces.append(range(self._firsts[at], last + 1))
             last = self._parents[at]

@@ -47,7 +47,7 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[
     requests: list[TraceRequest] = []
     left_out: Counter[LeftOut] = Counter()
     with _open(path) as file:
-        for each in _read(file, str(path), timed=False):
+        for each in _read_rows(file, str(path), timed=False):
             if isinstance(each, LeftOut):
                 left_out[each] += 1
                 continue
@@ -55,8 +55,8 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[
             if len(requests) == limit:
                 break
     if not requests:
-        found = about_left_out(left_out.total(), left_out) or "Expected are a CSV or JSON lines with a request a line."
-        raise TraceError(f"{path}: no request in it. {found}")
+        found = about_left_out(left_out.total(), left_out) or "Give a CSV or JSON lines, one request per line."
+        raise TraceError(f"{path}: the file has no request that can be read. {found}")
     requests.sort(key=lambda request: request.arrival_time)  # stable: simultaneous requests keep the file's order
     start = requests[0].arrival_time
     return Trace((replace(request, arrival_time=request.arrival_time - start) for request in requests), left_out)
@@ -78,7 +78,7 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
     found: list[MeasuredRequest] = []
     left_out: Counter[LeftOut] = Counter()
     with _open(path) as file:
-        for each in _read(file, str(path), timed=True):
+        for each in _read_rows(file, str(path), timed=True):
             if isinstance(each, MeasuredRequest):
                 found.append(each)
             elif isinstance(each, LeftOut):
@@ -87,26 +87,27 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
                 left_out[LeftOut.NO_TIMES if each.num_output_tokens else LeftOut.NO_OUTPUT] += 1
     if not found:
         raise TraceError(
-            f"{path}: no measured times in it; expected JSON lines with queued_ts, first_token_ts and last_token_ts, "
+            f"{path}: no measured times in the file; give JSON lines with queued_ts, first_token_ts and last_token_ts, "
             "or a result of vllm bench serve --save-result --save-detailed"
         )
     found.sort(key=lambda each: each.queued)
-    return Trace((_shifted(each, found[0].queued) for each in found), left_out)
+    return Trace((_shift_times(each, found[0].queued) for each in found), left_out)
 
 
 def _open(path: str | PathLike[str]) -> io.BufferedReader:
-    """Open a file or a pipe whose head can be peeked at before it is read."""
+    """Open a file or a pipe so that its first bytes can be inspected (`peek`) before it is read."""
     return io.BufferedReader(open_input(path), HEAD)
 
 
-def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
+def _shift_times(measured: MeasuredRequest, start: float) -> MeasuredRequest:
     """The measured request with `start` subtracted from all of its times."""
-    queued = each.queued - start
-    request = replace(each.request, arrival_time=queued)
-    return MeasuredRequest(request, each.request_id, queued, each.first_token - start, each.last_token - start)
+    queued = measured.queued - start
+    request = replace(measured.request, arrival_time=queued)
+    first_token, last_token = measured.first_token - start, measured.last_token - start
+    return MeasuredRequest(request, measured.request_id, queued, first_token, last_token)
 
 
-def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
+def _read_rows(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
     """Read the rows of a trace file, in the file's order: requests, and rows that are left out. Times are seconds on
     the file's own clock.
 
@@ -114,7 +115,7 @@ def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
         timed: whether measured JSON lines must have measured times.
     """
     try:
-        for each in _recognise(file.peek(), timed)(file):
+        for each in _recognise_format(file.peek(), timed)(file):
             yield LeftOut.NO_PROMPT if _has_no_prompt(each) else each
     except Broken as error:
         raise TraceError(f"{name}, {shown(str(error), MAX_MESSAGE)}") from None
@@ -126,7 +127,7 @@ def _has_no_prompt(row: Row) -> bool:
     return isinstance(row, TraceRequest) and not row.num_prompt_tokens
 
 
-def _recognise(head: bytes, timed: bool) -> Reader:
+def _recognise_format(head: bytes, timed: bool) -> Reader:
     """Recognise a trace format by `head`, the first bytes of a file; returns the function that reads files of this
     format. `timed`: as in `_read`."""
     begin = head.decode("utf-8-sig", errors="replace").lstrip()
@@ -146,7 +147,7 @@ def _recognise(head: bytes, timed: bool) -> Reader:
             stream.skip()
         elif stream.value() == FORMAT:
             return read_recording
-    raise stream.broken(
-        'neither "input_length" nor "input_toks" among its fields, nor is it a recording, a result of vllm bench serve '
-        f"or a guidellm report: {shown(begin.splitlines()[0])!r}"
+    raise stream.make_error(
+        'unknown trace format: the line has no "input_length" and no "input_toks", and does not begin a recording, a '
+        f"result of vllm bench serve or a guidellm report: {shown(begin.splitlines()[0])!r}"
     )

@@ -20,13 +20,13 @@ from pointsman.files import represented, shown
 from pointsman.traces.lines import numbered_lines
 from pointsman.traces.observed import is_observed, parse_observed
 from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceRequest
-from pointsman.traces.values import Broken, json_object, measured, number, tokens, whole
+from pointsman.traces.values import Broken, check_integer, check_number, check_tokens, make_measured, parse_json_object
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """A request, as known from the lines of the recording that were read so far. Of its prompt tokens, only those of
-    the last, partial block are kept."""
+    """A request of a recording, updated with each line that is read. Full blocks of its prompt are kept as hash ids;
+    only the tokens of the last, partial block are stored."""
 
     request_id: str
     queued: float
@@ -41,7 +41,7 @@ class _Recorded:
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def extend(self, token_ids: Any, block_size: int) -> None:
+    def add_prompt_tokens(self, token_ids: Any, block_size: int) -> None:
         try:
             self.tail.extend(token_ids)
         except (TypeError, OverflowError):
@@ -54,7 +54,7 @@ class _Recorded:
             self.hash_ids.append(int.from_bytes(self.chain, "little") % MAX_HASH_ID)
         del self.tail[:full]
 
-    def append(self, count: int, first_time: float, last_time: float) -> None:
+    def add_output_tokens(self, count: int, first_time: float, last_time: float) -> None:
         if count <= 0:
             return
         if not self.num_output_tokens:
@@ -62,11 +62,11 @@ class _Recorded:
         self.num_output_tokens += count
         self.last_token = last_time
 
-    def request(self, block_size: int) -> TraceRequest | MeasuredRequest:
+    def make_request(self, block_size: int) -> TraceRequest | MeasuredRequest:
         request = TraceRequest(
             arrival_time=self.queued,
-            num_prompt_tokens=tokens("the prompt's length", self.num_prompt_tokens, 1),
-            num_output_tokens=tokens("the output's length", self.num_output_tokens, 0),
+            num_prompt_tokens=check_tokens("the prompt's length", self.num_prompt_tokens, 1),
+            num_output_tokens=check_tokens("the output's length", self.num_output_tokens, 0),
             block_hash_ids=tuple(self.hash_ids),
             hash_block_size=block_size,
             max_tokens=self.max_tokens,
@@ -75,7 +75,7 @@ class _Recorded:
         )
         if not self.num_output_tokens:
             return request
-        return measured(request, self.request_id, self.first_token, self.last_token)
+        return make_measured(request, self.request_id, self.first_token, self.last_token)
 
 
 def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
@@ -93,7 +93,7 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
         return
     for line_number, line in lines:
         try:
-            reader.take(json_object(line))
+            reader.read_call(parse_json_object(line))
         except Broken as error:
             raise Broken(f"line {line_number}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -101,7 +101,7 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
             raise Broken(f"line {line_number}: not a recorded call ({what}): {shown(line)!r}") from None
     for recorded in reader.recorded:
         try:
-            yield recorded.request(reader.block_size)
+            yield recorded.make_request(reader.block_size)
         except Broken as error:
             raise Broken(f"request {recorded.request_id!r}: {error}") from None
 
@@ -116,16 +116,16 @@ class _Reader:
         self._by_id: dict[str, _Recorded] = {}
         self._steps: dict[int, list[str]] = {}  # steps in flight: the request ids of their rows
 
-    def take(self, call: dict[str, Any]) -> None:
+    def read_call(self, call: dict[str, Any]) -> None:
         if not self.block_size:
-            self._header(call)
+            self._read_header(call)
             return
         name = call["call"]
-        now = number("now", call["now"])
+        now = check_number("now", call["now"])
         if name == "add":
-            self._add(call["request"], now)
+            self._read_add(call["request"], now)
         elif name == "extend" and call["id"] in self._by_id:
-            self._by_id[call["id"]].extend(call["token_ids"], self.block_size)
+            self._by_id[call["id"]].add_prompt_tokens(call["token_ids"], self.block_size)
         elif name == "schedule":
             self._steps[call["step"]] = call["decision"]["requests"]
         elif name == "fail":
@@ -134,38 +134,38 @@ class _Reader:
             counts = call["decision"]["kept_counts"]
             for request_id, count in zip(self._steps.pop(call["step"]), counts, strict=True):
                 if count:
-                    self._by_id[request_id].append(count, now, now)
+                    self._by_id[request_id].add_output_tokens(count, now, now)
         elif name == "advance":
-            self._advance(call)
+            self._read_advance(call)
 
-    def _header(self, header: dict[str, Any]) -> None:
+    def _read_header(self, header: dict[str, Any]) -> None:
         version = header.get("format_version")
         if header.get("format") != FORMAT or version != FORMAT_VERSION:
             raise Broken(f"format_version is {version!r}; this library reads version {FORMAT_VERSION} of {FORMAT}")
-        self.block_size = tokens("block_size", header["config"]["block_size"], 1)
+        self.block_size = check_tokens("block_size", header["config"]["block_size"], 1)
 
-    def _add(self, fields: dict[str, Any], now: float) -> None:
+    def _read_add(self, fields: dict[str, Any], now: float) -> None:
         origin = repr((fields["cache_salt"], fields["adapter"])).encode()
         max_tokens, retention = fields["max_tokens"], fields.get("retention")  # older recordings have no retention
         recorded = _Recorded(
             request_id=fields["request_id"],
             queued=now,
-            max_tokens=None if max_tokens is None else tokens("max_tokens", max_tokens, 0),
-            priority=whole("priority", fields["priority"]),
-            retention=None if retention is None else number("retention", retention),
+            max_tokens=None if max_tokens is None else check_tokens("max_tokens", max_tokens, 0),
+            priority=check_integer("priority", fields["priority"]),
+            retention=None if retention is None else check_number("retention", retention),
             chain=hashlib.blake2b(origin, digest_size=8).digest(),
         )
-        recorded.extend(fields["prompt_token_ids"], self.block_size)
+        recorded.add_prompt_tokens(fields["prompt_token_ids"], self.block_size)
         self._by_id[recorded.request_id] = recorded  # an id may be used again after its request finished
         self.recorded.append(recorded)
 
-    def _advance(self, call: dict[str, Any]) -> None:
+    def _read_advance(self, call: dict[str, Any]) -> None:
         """Count the tokens of several steps that were done in one call: each step appended one token to every row, but
         tokens that the update of the last step dropped are not counted."""
         decision, times = call["decision"], call["times"]
         steps = decision["num_steps"]
         if len(times) != steps + 1:
-            raise Broken(f"{len(times)} times for {steps} steps; there must be one more than steps")
+            raise Broken(f"times has {len(times)} values for {steps} steps; it must have one value more than steps")
         for request_id, kept in zip(decision["requests"], decision["kept_counts"], strict=True):
-            last = number("times", times[steps if kept else steps - 1])
-            self._by_id[request_id].append(steps - 1 + kept, number("times", times[1]), last)
+            last = check_number("times", times[steps if kept else steps - 1])
+            self._by_id[request_id].add_output_tokens(steps - 1 + kept, check_number("times", times[1]), last)

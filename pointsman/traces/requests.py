@@ -23,7 +23,7 @@ class TraceError(PointsmanError, ValueError):
 
 
 class LeftOut(StrEnum):
-    """Reasons for which a row of a file is left out. Reports print the values as words."""
+    """Reasons for which a row of a trace file is left out. The values are the words that messages and reports print."""
 
     NO_PROMPT = "without prompt tokens"
     NO_OUTPUT = "without output tokens"
@@ -122,5 +122,5 @@ def served(trace: Trace[TraceRequest], source: str) -> Trace[TraceRequest]:
     left_out = {**trace.left_out, LeftOut.NO_OUTPUT: len(trace) - len(requests)}
     found = Trace(requests, left_out)
     if not found:
-        raise TraceError(f"{source}: there is nothing to serve. {about_left_out(found.num_rows, found.left_out)}")
+        raise TraceError(f"{source}: no request has output tokens. {about_left_out(found.num_rows, found.left_out)}")
     return found

@@ -18,7 +18,7 @@ class Broken(Exception):
     """A wrong value or line. The readers add the line or field to the message, and `read.py` adds the file."""
 
 
-def measured(request: TraceRequest, request_id: str, first_token: float, last_token: float) -> MeasuredRequest:
+def make_measured(request: TraceRequest, request_id: str, first_token: float, last_token: float) -> MeasuredRequest:
     """Create a measured request, queued at its arrival time, after a check that its times are in order.
 
     Raises:
@@ -27,14 +27,14 @@ def measured(request: TraceRequest, request_id: str, first_token: float, last_to
     queued = request.arrival_time
     if first_token < queued:
         raise Broken(
-            f"the first token came at {first_token!r}, before its request at {queued!r}; use times of one clock"
+            f"the first token came at {first_token!r}, before its request arrived at {queued!r}; use times of one clock"
         )
     if last_token < first_token:
-        raise Broken(f"the last token came at {last_token!r}, before the first at {first_token!r}; swap or remove them")
+        raise Broken(f"the last token came at {last_token!r}, before the first at {first_token!r}; correct the times")
     return MeasuredRequest(request, request_id, queued, first_token, last_token)
 
 
-def json_object(line: str) -> dict[str, Any]:
+def parse_json_object(line: str) -> dict[str, Any]:
     """Parse a line that must be one JSON object."""
     try:
         value = json.loads(line)
@@ -45,23 +45,23 @@ def json_object(line: str) -> dict[str, Any]:
     return value
 
 
-def field(fields: dict[str, Any], name: str) -> Any:
+def get_field(fields: dict[str, Any], name: str) -> Any:
     if name not in fields:
-        raise Broken(f'no field "{name}" in it')
+        raise Broken(f'the field "{name}" is missing')
     return fields[name]
 
 
-def tokens(name: str, value: object, least: int) -> int:
-    """Return `value` after a check that it is a number of tokens: an integer from `least` to `MAX_TOKENS`. `name`: name
-    of the field, for the error message."""
+def check_tokens(name: str, value: object, minimum: int) -> int:
+    """Return `value` after a check that it is a number of tokens: an integer from `minimum` to `MAX_TOKENS`. `name`:
+    name of the field, for the error message."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise Broken(f"{name} is {represented(value)}; it must be a whole number")
-    if not least <= value <= MAX_TOKENS:
-        raise Broken(f"{name} is {value}; it must be between {least} and {MAX_TOKENS}")
+    if not minimum <= value <= MAX_TOKENS:
+        raise Broken(f"{name} is {value}; it must be between {minimum} and {MAX_TOKENS}")
     return value
 
 
-def whole(name: str, value: object) -> int:
+def check_integer(name: str, value: object) -> int:
     """Return `value` after a check that it is an integer from -2**62 to 2**62. `name`: name of the field, for the error
     message."""
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_HASH_ID:
@@ -69,12 +69,12 @@ def whole(name: str, value: object) -> int:
     return value
 
 
-def integer(text: str) -> int | str:
-    """The integer that `text` represents, or `text` itself, which the error message of `tokens` then shows."""
+def parse_integer(text: str) -> int | str:
+    """The integer that `text` represents, or `text` itself, which the error message of `check_tokens` then shows."""
     return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else text
 
 
-def number(name: str, value: object) -> float:
+def check_number(name: str, value: object) -> float:
     """Return `value` as a float after a check that its absolute value is at most `MAX_NUMBER`, so that squares and
     quotients are finite too. `name`: name of the field, for the error message."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
@@ -82,14 +82,14 @@ def number(name: str, value: object) -> float:
     raise Broken(f"{name} is {represented(value)}; it must be a finite number of at most {MAX_NUMBER:g}")
 
 
-def seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     try:
-        return number("timestamp", float(text))
+        return check_number("timestamp", float(text))
     except ValueError:
         raise Broken(f"timestamp is {represented(text)}; it must be a number of seconds") from None
 
 
-def date_time(text: str) -> float:
+def parse_date_time(text: str) -> float:
     """Seconds since 1970, to the microsecond, of a date and time. A time without a UTC offset is read as UTC, as only
     differences matter."""
     try:

@@ -56,7 +56,7 @@ def _slices(film: Film, spans: list[Span]) -> list[dict[str, Any]]:
     tracks, events = Tracks(), list[dict[str, Any]]()
     for number, mine in sorted(of_request.items(), key=lambda item: (min(span.begin for span in item[1]), item[0])):
         begin, end = round(min(span.begin for span in mine) * 1e6), round(max(span.end for span in mine) * 1e6)
-        common = {"ph": "X", "pid": 0, "tid": tracks.take(0, begin, end)}
+        common = {"ph": "X", "pid": 0, "tid": tracks.assign_track(0, begin, end)}
         one = film.requests[number]
         about = {"prompt_tokens": one.num_prompt_tokens, "max_tokens": one.max_tokens, "priority": one.priority}
         about |= {} if one.tenant is None else {"tenant": one.tenant}  # type: ignore[dict-item]

@@ -42,7 +42,7 @@ def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None
         estimates.append(estimate)
         return SMALL
 
-    monkeypatch.setattr(calibration, "search", found)
+    monkeypatch.setattr(calibration, "search_step_times", found)
     return given
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_not_a_log_leaves_no_profile(pointsman: Callable[..., Any
         if before is not None:
             profile.write_text(before)
         ended = pointsman("calibrate", tmp_path / "log.csv", "--output", profile)
-        assert ended.code == 2 and "begins like this: 'when,how long'" in ended.err
+        assert ended.code == 2 and "begins with 'when,how long'" in ended.err
         assert (profile.read_text() if profile.exists() else None) == before
 
 
@@ -124,8 +124,8 @@ def test_calibrate_draws_a_plot_of_the_errors(
 def test_calibrate_reports_errors_in_one_line(pointsman: Callable[..., Any], log: Path, tmp_path: Path) -> None:
     for words, wrong in (
         (["calibrate", tmp_path / "none"], "cannot read the log"),
-        (["calibrate", log, "--train", 30], "train is 30 and the log has 30 requests; some must be left"),
-        (["calibrate", log, "--max-model-len", 10], "max_model_len is 10; give the engine's own"),
+        (["calibrate", log, "--train", 30], "train is 30, but the log has 30 requests and some must remain"),
+        (["calibrate", log, "--max-model-len", 10], "max_model_len 10; give the engine's max_model_len"),
         (["calibrate", log, "--block-size", 0], "block_size is 0"),
         (["calibrate", log, "--model", "Llama-3.1-8B"], "--model has no effect without --device; give both"),
         (["calibrate", log, "--device", "h100"], "--device has no effect without --model; give both"),
@@ -149,9 +149,9 @@ def test_two_processes_find_the_same_fit_and_report_progress(monkeypatch: pytest
     order = np.argsort([each.last_token for each in measured], kind="stable")
     problem = fit.Problem(measured, order[:10], calibration.EngineSettings().config(10_000, 20))
     reports: list[tuple[int, int]] = []
-    one = fit.search(problem, num_processes=1)
+    one = fit.search_step_times(problem, num_processes=1)
     assert one.per_step > 0
-    two = fit.search(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
+    two = fit.search_step_times(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
     assert one == two
     done, most = reports[-1]
     assert 0 < done <= most

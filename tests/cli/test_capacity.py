@@ -24,8 +24,8 @@ SMALL = ("--requests", 50, "--tolerance", 0.2)
 def profile(max_rows: int) -> Profile:
     """A profile of a log with at most this number of requests at a time."""
     hull = Hull()
-    hull.add(StepLoad(1, 1, 1, 1, 0))
-    hull.add(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
+    hull.add_load(StepLoad(1, 1, 1, 1, 0))
+    hull.add_load(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
     return Profile(
         step_time=LinearStepTime(per_step=8e-3, per_token=6e-5),
         settings=EngineSettings(num_blocks=3000, max_model_len=10_000, async_scheduling=False),
@@ -233,7 +233,7 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--routing", "least-loaded"], ["--routing", "--replicas 2"]),
         (["--ttft-target", "soon"], ["--ttft-target is 'soon'", "500ms"]),
         (["--think", "-3"], ["--think: value is -3", "at least 0"]),
-        (["--prompt-tokens", "lognormal:10"], ["--prompt-tokens: 'lognormal:10': 1 of 2 values", "median,sigma"]),
+        (["--prompt-tokens", "lognormal:10"], ["--prompt-tokens: 'lognormal:10' has 1 values", "median,sigma"]),
         (["--arrivals", "poisson:0"], ["--arrivals: 'poisson:0'", "above 0"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
         (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs", "tensor parallelism"]),

@@ -102,16 +102,16 @@ def test_an_observed_recording_is_not_replayed(recording: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Change, str]] = {
-    "no recording": (lambda lines: lines[0].pop("observed"), r"line 1: no header of a recording that"),
+    "no recording": (lambda lines: lines[0].pop("observed"), r"line 1: not the header of a recording that"),
     "version": (lambda lines: lines[0].update(format_version=9), r"line 1: format_version is 9; this library reads"),
     "call": (
         lambda lines: lines[1].update(call="propose"),
-        r"line 2: 'propose' is not a call of an observed recording",
+        r"line 2: call is 'propose'; it must be add, result or steps",
     ),
-    "block": (lambda lines: lines[1]["request"].update(blocks=[99, 0, 1]), r"line 2: block 99 is not known"),
+    "block": (lambda lines: lines[1]["request"].update(blocks=[99, 0, 1]), r"line 2: no earlier line has block 99"),
     "length": (lambda lines: lines[1]["request"].update(num_prompt_tokens=0), r"line 2: num_prompt_tokens is 0"),
-    "steps": (lambda lines: lines[-2].update(step=7), r"steps begin with number 7, and 0 came before"),
-    "column": (lambda lines: lines[-1]["num_rows"].pop(), r"columns of different lengths"),
+    "steps": (lambda lines: lines[-2].update(step=7), r"the line begins with step 7, but the next step is 0"),
+    "column": (lambda lines: lines[-1]["num_rows"].pop(), r"the columns have different lengths"),
 }
 
 

@@ -230,7 +230,7 @@ def test_a_trace_without_output_is_refused(pointsman: Run, tmp_path: Path) -> No
     check_refused(
         pointsman("simulate", "--trace", path),
         str(path),
-        "nothing to serve. Of 1 rows read, 1 is left out: 1 without output tokens",
+        "no request has output tokens. Of 1 rows read, 1 is left out: 1 without output tokens",
     )
 
 

@@ -148,7 +148,7 @@ def check_refused(observed: Observed, workload: Workload) -> None:
     try:
         replayed(observed, "recording")
     except SimulationError as error:
-        assert lacks in str(error) and "which the simulator does not have" in str(error)
+        assert lacks in str(error) and "which the simulator does not support" in str(error)
     else:
         raise AssertionError("the simulator takes a layout that it lacks")
 

@@ -1,4 +1,4 @@
-"""Logs as an engine would have measured them. The simulator makes them, so that the true step times are known."""
+"""Makes logs of measured requests. The simulator makes them, so that the true step times are known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.sim.fit import run_log
+from pointsman.sim.fit import simulate_log
 from pointsman.sim.profile import EngineSettings
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.traces import MeasuredRequest, TraceRequest
@@ -69,7 +69,7 @@ def measured_log(
         )
     ]
     config = settings.config(int((prompts + outputs).max()), num_requests)
-    timings = run_log(sent, config, NoisyStepTime(step_time, noise, seed))
+    timings = simulate_log(sent, config, NoisyStepTime(step_time, noise, seed))
     return tuple(
         replace(each, first_token=first, last_token=last)
         for each, first, last in zip(sent, timings.first_token.tolist(), timings.last_token.tolist(), strict=True)

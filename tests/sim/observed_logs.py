@@ -15,7 +15,7 @@ from pointsman.sim.step_time import LinearStepTime, StepLoad
 STEP_TIME = LinearStepTime(per_step=8e-3, per_row=2e-5, per_token=6e-5, per_context_token=3e-8)
 BLOCK_SIZE, END = 16, 2
 WAY = 0.002
-"""Seconds from the server to the engine."""
+"""Seconds from a request's arrival at the server until the engine gets it."""
 
 
 def observed_lines(

@@ -67,7 +67,7 @@ def test_a_fit_predicts_held_out_requests_of_a_small_log(small: Calibration) -> 
     assert small.profile.training_errors["num_requests"] == 20
 
 
-def test_a_poor_fit_suspects_the_settings(small: Calibration) -> None:
+def test_a_poor_fit_notes_that_settings_may_be_wrong(small: Calibration) -> None:
     assert not any("the fit misses" in note for note in small.profile.notes)
     log = measured_log(40, np.inf, settings=replace(SETTINGS, max_num_seqs=4), output=20)
     found = short_fit(log, replace(SETTINGS, max_num_seqs=64))
@@ -123,14 +123,15 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
 @pytest.mark.long
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_fit_predicts_different_models_devices_and_rates(name: str) -> None:
-    """Steps vary by 2.5 %, so the true step times have errors too, and hardly smaller ones."""
+    """Step times in the log have 2.5 % noise, so a prediction by the true step times would hardly have smaller
+    errors."""
     truth, rate, settings, options = DEVICES[name]
     log = measured_log(300, rate, truth, settings, noise=0.025, **{"output": 150, **options})
     found = from_requests(log, settings, train=105)
     errors, times, everything = held_out(found), Times.of(log), np.arange(len(log))
     longest = max(each.request.num_prompt_tokens + each.request.num_output_tokens for each in log)
-    timings = fit.run_log(log, settings.config(longest, len(log)), truth)
-    by_truth = fit.times_of(timings, everything, times.num_output_tokens, np.inf)
+    timings = fit.simulate_log(log, settings.config(longest, len(log)), truth)
+    by_truth = fit.simulated_times(timings, everything, times.num_output_tokens, np.inf)
     others = everything[~found.is_training]
     least = RequestErrors.between(by_truth[others], times[others])
     assert errors.e2e_mape < 0.01 + least.e2e_mape
@@ -151,7 +152,7 @@ def test_a_fit_predicts_the_shared_log_of_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
+def test_errors_of_the_roofline_match_known_errors() -> None:
     """KNOWN_ERRORS, recomputed."""
     if not SHARED_LOG.exists():
         pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
@@ -159,14 +160,14 @@ def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
     settings = EngineSettings(max_num_seqs=128, max_num_batched_tokens=2048)
     times, everything = Times.of(log), np.arange(len(log))
     longest = max(each.request.num_prompt_tokens + each.request.num_output_tokens for each in log)
-    timings = fit.run_log(log, settings.config(longest, len(log)), roofline("Llama-3.1-8B", "rtx-pro-6000"))
-    errors = RequestErrors.between(fit.times_of(timings, everything, times.num_output_tokens, np.inf), times)
+    timings = fit.simulate_log(log, settings.config(longest, len(log)), roofline("Llama-3.1-8B", "rtx-pro-6000"))
+    errors = RequestErrors.between(fit.simulated_times(timings, everything, times.num_output_tokens, np.inf), times)
     assert errors.ttft_mean_error == pytest.approx(KNOWN_ERRORS["TTFT"], abs=0.006)
     assert errors.tpot_mean_error == pytest.approx(KNOWN_ERRORS["TPOT"], abs=0.006)
     assert errors.e2e_bias == pytest.approx(KNOWN_ERRORS["end-to-end times"], abs=0.006)
 
 
-def test_no_timing_of_a_held_out_request_reaches_the_fit() -> None:
+def test_times_of_held_out_requests_do_not_affect_the_fit() -> None:
     """Held-out times are changed, with the order of finishing kept: the objective stays the same."""
     log = measured_log(40, 6.0, output=20)
     order = np.argsort([each.last_token for each in log], kind="stable")
@@ -210,7 +211,7 @@ def test_outputs_of_one_token_have_no_tpot() -> None:
     ("count", "train", "wrong"),
     [
         (15, None, "the log has 15 requests; a fit needs at least 20, half to judge it by"),
-        (30, 30, "train is 30 and the log has 30 requests; some must be left to judge the fit by: use at most 29"),
+        (30, 30, "train is 30, but the log has 30 requests and some must remain to judge the fit by: use at most 29"),
         (30, 3, "train is 3; a fit needs at least 10 requests"),
     ],
 )
@@ -222,11 +223,15 @@ def test_logs_with_too_few_requests_are_refused(count: int, train: int | None, w
 def test_contradictory_times_are_refused() -> None:
     log = measured_log(30)
     early = [*log[:-1], replace(log[-1], first_token=log[-1].queued)]
-    with pytest.raises(CalibrationError, match=r"log, request r29: its first token came 0 s after it was queued"):
+    with pytest.raises(
+        CalibrationError, match=r"log, request r29: the first token came 0 s after the request was queued"
+    ):
         from_requests(early, SETTINGS)
     single = next(each for each in log if each.request.num_output_tokens == 1)
     late = [replace(each, last_token=each.last_token + 2) if each is single else each for each in log]
-    with pytest.raises(CalibrationError, match=rf"request {single.request_id}: it has 1 output token, and its last"):
+    with pytest.raises(
+        CalibrationError, match=rf"request {single.request_id}: the request has 1 output token, but its last"
+    ):
         from_requests(late, SETTINGS)
     with pytest.raises(CalibrationError, match="outputs were not streamed"):
         from_requests([replace(each, first_token=each.last_token) for each in log], SETTINGS)
@@ -235,8 +240,8 @@ def test_contradictory_times_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"max_model_len": 100}, r"tokens and max_model_len is 100; give the engine's own"),
-        ({"num_blocks": 4}, r"num_blocks 4 of block_size 16 hold 64; give the engine's own numbers"),
+        ({"max_model_len": 100}, r"tokens, more than max_model_len 100; give the engine's"),
+        ({"num_blocks": 4}, r"num_blocks 4 with block_size 16 hold only 64; give the engine's"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ],
 )
@@ -248,7 +253,7 @@ def test_settings_that_contradict_the_log_are_refused(changes: dict[str, Any], w
 # ---------------------------------------------------------------------- steps
 
 
-def test_step_times_of_a_recording_are_fitted_in_one_pass() -> None:
+def test_fit_steps_finds_the_step_times_of_mixed_steps() -> None:
     pytest.importorskip("scipy")
     rng = np.random.default_rng(3)
     truth = LinearStepTime(per_step=5e-3, per_row=1e-4, per_token=5e-5, per_context_token=3e-8)
@@ -301,7 +306,7 @@ def attention_steps(truth: LinearStepTime, count: int, prompt: int, seed: int, s
     return np.array(loads, dtype=float), seconds * np.exp(scatter * rng.standard_normal(count))
 
 
-def test_scatter_of_short_prompts_does_not_slow_long_ones() -> None:
+def test_scatter_of_short_prompts_does_not_slow_predicted_long_prompts() -> None:
     """Coefficients cannot be negative, so a square term that is fitted to noise can only slow long prompts down."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_attended=1e-8)
@@ -313,15 +318,15 @@ def test_scatter_of_short_prompts_does_not_slow_long_ones() -> None:
     assert abs(np.mean(errors)) < 0.1 and np.std(errors) < 0.25
 
 
-def test_attention_in_a_log_overrides_the_prior() -> None:
-    """However far it is from the usual ratio of models."""
+def test_attention_time_in_a_log_overrides_the_prior() -> None:
+    """The fitted `per_attended` follows the log, however far it is from the ratio that is typical of models."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-5, per_attended=5e-8)
     found = fit_steps(*attention_steps(truth, 200, 500, 1, 0.1))
     assert found.per_attended == pytest.approx(truth.per_attended, rel=0.2)
 
 
-def test_steps_that_vary_much_are_right_on_average() -> None:
+def test_predicted_times_of_noisy_steps_are_right_on_average() -> None:
     """Steps vary by a third. A fit relative to measured times would be 10 % too short."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
@@ -358,7 +363,7 @@ def test_a_recording_with_step_times_is_fitted(tmp_path: Path) -> None:
     assert found.profile.hull.ranges["num_rows"][1] == 4
 
 
-def test_a_recording_of_kv_in_groups_is_simulated_in_groups(tmp_path: Path) -> None:
+def test_a_profile_keeps_the_kv_groups_of_its_recording(tmp_path: Path) -> None:
     """Its blocks are those of groups. A request of 49 tokens takes 13 blocks; at most 3 of them are the window's."""
     pytest.importorskip("scipy")
     groups = (KVGroup(), KVGroup("window", 5))
@@ -375,7 +380,7 @@ def test_a_recording_of_kv_in_groups_is_simulated_in_groups(tmp_path: Path) -> N
         load_profile(tmp_path / "profile.json")
 
 
-def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
+def test_calibration_notes_that_held_out_steps_are_slower(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     path = recording(tmp_path, is_timed=True)
     assert not any("held-out" in note for note in calibrate(path).profile.notes)
@@ -388,7 +393,7 @@ def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
     assert "together by -6" in note and "Record longer" in note
 
 
-def test_a_profile_fits_loads_late_in_its_recording(tmp_path: Path) -> None:
+def test_a_profile_is_also_fitted_to_late_steps_of_its_recording(tmp_path: Path) -> None:
     """A server is measured from idle to busy; a profile of the first half alone would lack the busy steps."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
@@ -441,7 +446,7 @@ def test_a_recording_without_step_times_is_refused(tmp_path: Path) -> None:
         calibrate(recording(tmp_path, is_timed=False))
 
 
-def test_a_broken_line_of_a_recording_is_named(tmp_path: Path) -> None:
+def test_calibration_error_names_the_broken_line_of_a_recording(tmp_path: Path) -> None:
     path = recording(tmp_path, is_timed=True)
     lines = path.read_text().splitlines()
     lines[5] = lines[5][:20]
@@ -453,7 +458,7 @@ def test_a_broken_line_of_a_recording_is_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- profiles
 
 
-def test_a_profile_is_read_as_it_was_written(small: Calibration, tmp_path: Path) -> None:
+def test_a_saved_profile_is_loaded_unchanged(small: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     small.profile.save(path)
     again = load_profile(path)
@@ -464,18 +469,20 @@ def test_a_profile_is_read_as_it_was_written(small: Calibration, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"format": "other"}, "format is 'other', not 'pointsman-profile'; pointsman calibrate writes it"),
+        ({"format": "other"}, "format is 'other', not 'pointsman-profile'; use a file of pointsman calibrate"),
         ({"format_version": 9}, "format_version is 9; this library reads version 1: calibrate again"),
-        ({"step_time": {"per_step": -1}}, "per_step is -1; it must be a finite number of seconds, at least 0"),
+        ({"step_time": {"per_step": -1}}, "coefficient per_step is -1; it must be finite and at least 0"),
         ({"step_time": {"per_stop": 1}}, "no coefficient is called 'per_stop'"),
         ({"step_time": 3}, "calibrate again"),
         ({"settings": {"max_num_seqs": 0}}, "max_num_seqs is 0; it must be a whole number, at least 1"),
         ({"settings": {"seats": 1}}, "no setting is called 'seats'"),
-        ({"hull": {}}, "no field 'num_tokens' in it"),
-        ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "hull of num_tokens is"),
+        ({"hull": {}}, "the field 'num_tokens' is missing"),
+        ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "field hull.num_tokens is"),
     ],
 )
-def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
+def test_calibration_error_names_the_wrong_field_of_a_profile(
+    tmp_path: Path, changes: dict[str, Any], wrong: str
+) -> None:
     values = profile().to_dict() | changes
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(values))
@@ -485,7 +492,7 @@ def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wron
     assert wrong in str(caught.value)
 
 
-def test_a_file_that_is_not_a_profile_is_named(tmp_path: Path) -> None:
+def test_calibration_error_names_a_file_that_is_not_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for text in ("[1]", "{", ""):
         path.write_text(text)
@@ -495,8 +502,8 @@ def test_a_file_that_is_not_a_profile_is_named(tmp_path: Path) -> None:
 
 def profile() -> Profile:
     hull = Hull()
-    hull.add(StepLoad(10, 1, 10, 10, 1))
-    hull.add(StepLoad(512, 8, 4000, 9000, 8))
+    hull.add_load(StepLoad(10, 1, 10, 10, 1))
+    hull.add_load(StepLoad(512, 8, 4000, 9000, 8))
     return Profile(
         step_time=LinearStepTime(per_step=1e-3),
         settings=SETTINGS,
@@ -508,10 +515,10 @@ def profile() -> Profile:
     )
 
 
-def test_extrapolation_gives_a_warning() -> None:
+def test_loads_outside_the_fitted_range_give_a_warning() -> None:
     def warnings(*load: int) -> list[str]:
         hull = Hull()
-        hull.add(StepLoad(*load))
+        hull.add_load(StepLoad(*load))
         return warn_outside(profile(), hull)
 
     assert warnings(100, 5, 400, 800, 5) == []
@@ -529,13 +536,13 @@ def test_extrapolation_gives_a_warning() -> None:
     assert any(warning.startswith("positions read") for warning in warn_outside(profile(), watched.hull))
 
 
-def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_log_is_read_unchanged(tmp_path: Path) -> None:
     log = measured_log(12)
     read = read_measurements(write_log(tmp_path / "log.jsonl", log))
     np.testing.assert_allclose(Times.of(read).e2e, Times.of(log).e2e, atol=1e-9)
 
 
-def test_a_broken_log_is_named(tmp_path: Path) -> None:
+def test_trace_error_names_the_broken_line_of_a_log(tmp_path: Path) -> None:
     path = write_log(tmp_path / "log.jsonl", measured_log(12))
     path.write_text(path.read_text() + "\nnonsense")
     with pytest.raises(TraceError, match="line 13: not JSON"):

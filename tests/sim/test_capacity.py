@@ -56,7 +56,7 @@ def question(
 
 
 def nested(found: Capacity) -> tuple[Probe, Probe]:
-    """Both sides of the bracket; no probe contradicts them."""
+    """Check that no probe contradicts the bracket; returns its two probes (`meets`, `misses`)."""
     assert found.meets is not None and found.misses is not None
     assert found.meets.rate < found.misses.rate
     for probe in found.probes:
@@ -66,7 +66,7 @@ def nested(found: Capacity) -> tuple[Probe, Probe]:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_the_highest_rate_of_replicas_is_the_sum_of_their_rates(num_replicas: int) -> None:
+def test_the_highest_rate_is_proportional_to_the_number_of_replicas(num_replicas: int) -> None:
     meets, misses = nested(highest_rate(question(0.15), num_replicas, tolerance=0.01))
     assert meets.rate <= misses.rate <= meets.rate * 1.01
     # A queue that grows by less than half a request in 100 arrivals does not show.
@@ -83,12 +83,12 @@ def test_a_highest_rate_far_below_the_throughput_is_found() -> None:
     assert len(found.probes) < 20
 
 
-def test_equal_questions_have_equal_results() -> None:
+def test_equal_capacity_searches_have_equal_results() -> None:
     first, second = (highest_rate(question(0.3, arriving=at_random, count=50)) for _ in range(2))
     assert first.probes == second.probes
 
 
-def test_a_side_of_the_bracket_is_none_if_no_or_every_rate_meets() -> None:
+def test_meets_or_misses_is_none_if_no_probe_meets_or_misses_targets() -> None:
     nothing = highest_rate(question(SECONDS / 2))
     assert nothing.meets is None
     assert [probe.share for probe in nothing.probes] == [0]
@@ -131,7 +131,7 @@ def test_the_fewest_replicas_for_a_rate_are_found(rate: float, wanted: int) -> N
     assert len(found.probes) <= 6
 
 
-def test_ranges_of_replicas_may_be_too_low_or_too_high() -> None:
+def test_fewest_replicas_reports_a_range_that_is_too_low_or_too_high() -> None:
     too_few = fewest_replicas(question(0.15), 35, 1, 3)
     assert too_few.meets is None
     assert [probe.num_replicas for probe in too_few.probes] == [3]
@@ -140,20 +140,20 @@ def test_ranges_of_replicas_may_be_too_low_or_too_high() -> None:
     assert enough.meets.num_replicas == 6
 
 
-def test_a_probe_too_short_to_show_a_queue_is_recognised() -> None:
+def test_a_probe_too_short_to_show_a_growing_queue_counts_as_short() -> None:
     targets = Targets(ttft=0.15)
     assert not highest_rate(question(0.15)).is_short(targets)
     assert highest_rate(question(0.15, count=20)).is_short(targets)
 
 
 @pytest.mark.parametrize(("e2e_mean", "is_short"), [(28.0, True), (5.0, False)])
-def test_a_probe_shorter_than_its_requests_is_short(e2e_mean: float, is_short: bool) -> None:
+def test_a_probe_shorter_than_its_request_latency_counts_as_short(e2e_mean: float, is_short: bool) -> None:
     """300 requests arrive in a minute."""
     best = Probe(5.0, 1, 1.0, 0.1, 0.02, e2e_mean, 0.05, 4.0, 300, 0, meets=True)
     assert Capacity(meets=best).is_short(Targets(ttft=0.5)) is is_short
 
 
-def test_each_probe_is_reported_as_it_is_made() -> None:
+def test_on_probe_is_called_after_each_probe() -> None:
     seen: list[Probe] = []
     asked = question(0.15, count=30)
     found = highest_rate(
@@ -169,9 +169,9 @@ def test_each_probe_is_reported_as_it_is_made() -> None:
 
 
 def test_search_arguments_out_of_range_are_refused() -> None:
-    with pytest.raises(SimulationError, match="share is 0"):
+    with pytest.raises(SimulationError, match="share of requests is 0"):
         question(1, share=0)
-    with pytest.raises(SimulationError, match="no target"):
+    with pytest.raises(SimulationError, match="no latency target"):
         Question(
             workload=lambda rate: evenly(rate, 5),
             config=ONE_AT_A_TIME,
@@ -180,7 +180,7 @@ def test_search_arguments_out_of_range_are_refused() -> None:
         )
     with pytest.raises(SimulationError, match="tolerance is 0"):
         highest_rate(question(1), tolerance=0)
-    with pytest.raises(SimulationError, match="from 3 to 2"):
+    with pytest.raises(SimulationError, match="range of replicas is 3 to 2"):
         fewest_replicas(question(1), 1, 3, 2)
     with pytest.raises(SimulationError, match="load is -1"):
         fewest_replicas(question(1), -1, 1, 2)
@@ -210,7 +210,7 @@ def of_users(ttft: float, *, max_requests: int | None = None) -> Question:
 
 
 @pytest.mark.parametrize(("ttft", "num_replicas"), short_of([(0.35, 1), (0.8, 1), (0.35, 2)], [(0.35, 2)]))
-def test_the_maximum_number_of_users_equals_a_linear_search(ttft: float, num_replicas: int) -> None:
+def test_max_users_equals_the_result_of_a_linear_search(ttft: float, num_replicas: int) -> None:
     asked = of_users(ttft)
     found = max_users(asked, num_replicas, tolerance=0.001)
     assert found.meets is not None and found.misses is not None
@@ -221,20 +221,20 @@ def test_the_maximum_number_of_users_equals_a_linear_search(ttft: float, num_rep
     assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "except for noise at the edge"
 
 
-def test_the_rate_of_users_follows_from_thinking_and_latency() -> None:
+def test_request_rate_of_users_follows_from_think_time_and_latency() -> None:
     probe = of_users(10.0).probe(4, 1)
     cycle = THINKING + SECONDS + 0.03  # now and then a request waits for another
     assert probe.num_users == 4
     assert probe.rate == pytest.approx(4 / cycle, rel=0.25)
 
 
-def test_the_search_ends_at_one_user_for_each_request() -> None:
+def test_max_users_searches_up_to_one_user_per_request() -> None:
     found = max_users(of_users(100.0, max_requests=40))
     assert found.misses is None and found.meets is not None
     assert found.meets.num_users == 64 and found.meets.num_requests == 40
 
 
-def test_even_one_user_may_miss_the_targets() -> None:
+def test_max_users_meets_is_none_if_one_user_misses_the_targets() -> None:
     found = max_users(of_users(0.01))
     assert found.meets is None and len(found.probes) == 1
 

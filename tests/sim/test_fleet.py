@@ -31,7 +31,7 @@ class Noting(PrefixAffinity):
         return chosen
 
 
-def test_prefix_affinity_routes_equal_tokens_as_the_server_does() -> None:
+def test_prefix_affinity_chooses_the_same_replicas_as_the_server() -> None:
     """Conversations have a common system prompt, and their prompts contain earlier outputs. The server's rule gets
     tokens that are equal in the same places, made here without the simulator."""
     config = SchedulerConfig(num_blocks=60, block_size=16, max_model_len=2048, max_num_seqs=4)

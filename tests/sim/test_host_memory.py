@@ -136,7 +136,7 @@ def test_kv_size_and_bandwidth_follow_from_model_and_device() -> None:
         (None, {"preemption_mode": "swap"}, "there is no host memory to swap to; give kv_offload_bytes"),
         (MEMORY._replace(num_bytes=7999), {}, "7999, less than one block of 8000 bytes"),
         (MEMORY._replace(bandwidth=0.0), {}, "must be above 0"),
-        (MEMORY, {"enable_prefix_caching": False}, "enable_prefix_caching is off; switch it on"),
+        (MEMORY, {"enable_prefix_caching": False}, "enable_prefix_caching is off; turn enable_prefix_caching on"),
     ],
 )
 def test_impossible_host_memory_settings_are_refused(

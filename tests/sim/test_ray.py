@@ -40,7 +40,7 @@ def num_workers(running: Cluster) -> int:
     return running.asked("int(ray.cluster_resources()['CPU'] - ray.available_resources().get('CPU', 0))")
 
 
-def test_a_search_on_two_ray_nodes_equals_one_on_one_process(
+def test_a_search_on_two_ray_nodes_equals_a_search_in_one_process(
     ray_python: Path, alone: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Also with fewer workers than it has CPUs."""
@@ -51,7 +51,7 @@ def test_a_search_on_two_ray_nodes_equals_one_on_one_process(
         assert tuned(ray_python, "--ray", running.address, "--workers", "1").stdout == alone
 
 
-def test_a_search_on_a_local_ray_cluster_equals_one_without_ray(ray_python: Path, alone: str) -> None:
+def test_a_search_on_a_local_ray_cluster_equals_a_search_without_ray(ray_python: Path, alone: str) -> None:
     found = tuned(ray_python, "--ray", "local", "--workers", "2")
     assert found.returncode == 0, found.stderr
     assert found.stdout == alone

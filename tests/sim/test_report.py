@@ -20,14 +20,14 @@ from rich.console import Console
 from pointsman.core import SchedulerConfig
 from pointsman.sim.outcome import UNFINISHED
 from pointsman.sim.report import Report, combine, figures
-from pointsman.sim.report.course import Levels, averaged, courses, downsampled
+from pointsman.sim.report.course import Levels, average_levels, courses, downsample_levels
 from pointsman.sim.report.intervals import (
     CELLS,
     Distribution,
     Draws,
     consecutive_blocks,
-    distribution,
-    student,
+    estimate_distribution,
+    student_t_percentile,
     weighted_percentiles,
 )
 from pointsman.sim.report.page import STYLE, write_html
@@ -92,12 +92,12 @@ def test_weighted_percentiles_are_those_of_repeated_values(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_values", [CELLS // 2, 10 * CELLS])
-def test_a_resample_with_each_block_once_has_the_figures_of_all(num_values: int) -> None:
-    """With cells that hold several values too, up to the width of a cell."""
+def test_a_resample_with_each_block_once_equals_all_values(num_values: int) -> None:
+    """If cells hold several values, the figures agree up to the width of a cell."""
     values = np.random.default_rng(1).exponential(size=num_values)
     draws = Draws(40, 3, seed=0)
     draws.times[:] = 1.0
-    found = distribution(values, None, consecutive_blocks(num_values, 40), draws)
+    found = estimate_distribution(values, None, consecutive_blocks(num_values, 40), draws)
     for name in ("mean", *PERCENTILES):
         estimate = getattr(found, name)
         assert estimate.low == pytest.approx(estimate.value, rel=0.02), name
@@ -108,8 +108,8 @@ def test_repeated_values_and_counts_have_the_same_intervals() -> None:
     rng = np.random.default_rng(2)
     values, counts = rng.exponential(size=400), rng.integers(1, 5, size=400)
     blocks, draws = consecutive_blocks(400, 40), Draws(40, 200, seed=0)
-    counted = distribution(values, counts, blocks, draws)
-    repeated = distribution(values.repeat(counts), None, blocks.repeat(counts), draws)
+    counted = estimate_distribution(values, counts, blocks, draws)
+    repeated = estimate_distribution(values.repeat(counts), None, blocks.repeat(counts), draws)
     assert counted.count == repeated.count
     for name in ("mean", *PERCENTILES):
         one, other = getattr(counted, name), getattr(repeated, name)
@@ -131,7 +131,9 @@ def test_intervals_cover_the_true_value() -> None:
         for hits, num_blocks in ((in_blocks, 24), (one_by_one, num_values)):
             if num_blocks == num_values and run % 4:
                 continue
-            found = distribution(values, None, consecutive_blocks(num_values, num_blocks), Draws(num_blocks, 100, run))
+            found = estimate_distribution(
+                values, None, consecutive_blocks(num_values, num_blocks), Draws(num_blocks, 100, run)
+            )
             for name, true in truth.items():
                 estimate = getattr(found, name)
                 hits[name] += estimate.low <= true <= estimate.high
@@ -154,7 +156,7 @@ def test_too_few_values_have_no_interval(outcome: Outcome) -> None:
 
 def test_percentiles_of_students_t_match_the_table() -> None:
     for degrees, expected in {1: 12.706, 4: 2.776, 5: 2.571, 6: 2.447, 9: 2.262, 39: 2.023}.items():
-        assert student(degrees) == pytest.approx(expected, rel=1e-3)
+        assert student_t_percentile(degrees) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_same_seed_gives_the_same_report(outcome: Outcome) -> None:
@@ -310,7 +312,7 @@ def test_combined_reports_have_the_interval_over_seeds() -> None:
 def test_only_similar_reports_are_combined() -> None:
     with pytest.raises(ValueError, match="no reports"):
         combine([])
-    with pytest.raises(ValueError, match="differ in their seed"):
+    with pytest.raises(ValueError, match="differ in nothing but their seed"):
         combine([figures(single(), config()), figures(single(), config(), ttft_target=1.0)])
     assert combine([figures(single(), config()), figures(empty(), config())]).ttft.p50.value is None
 
@@ -415,7 +417,7 @@ def _printed(report: Report) -> str:
 
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
-def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_slices_of_the_perfetto_trace_are_nested(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     outcome: Outcome = request.getfixturevalue(name)
     write_trace(outcome, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -441,7 +443,7 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
     assert "cut" not in trace["otherData"]
 
 
-def test_a_long_trace_is_cut_with_a_note(outcome: Outcome, tmp_path: Path) -> None:
+def test_a_long_perfetto_trace_is_shortened_with_a_note(outcome: Outcome, tmp_path: Path) -> None:
     write_trace(outcome, tmp_path / "trace.json", max_requests=7, max_points=50)
     trace = json.loads((tmp_path / "trace.json").read_text())
     requests = [event for event in trace["traceEvents"] if event.get("name", "").startswith("request ")]
@@ -455,21 +457,21 @@ def test_a_long_trace_is_cut_with_a_note(outcome: Outcome, tmp_path: Path) -> No
 def test_downsampling_keeps_the_extremes() -> None:
     rng = np.random.default_rng(0)
     course = Levels(np.sort(rng.random(10_000)), rng.random(10_000), 1.0)
-    kept = downsampled(course, 200)
+    kept = downsample_levels(course, 200)
     assert 100 <= len(kept.times) <= 200
     assert (np.diff(kept.times) > 0).all()
     assert kept.values.max() == course.values.max()
     assert kept.values.min() == course.values.min()
-    assert downsampled(kept, 200) is kept
+    assert downsample_levels(kept, 200) is kept
 
 
 def test_averages_over_intervals_keep_the_mean() -> None:
     course = Levels(np.array([0.0, 1.0, 4.0]), np.array([2.0, 0.0, 6.0]), 6.0)
-    assert averaged(course, 3).values.tolist() == pytest.approx([1.0, 0.0, 6.0])
-    assert averaged(course, 7).mean == pytest.approx(course.mean)
+    assert average_levels(course, 3).values.tolist() == pytest.approx([1.0, 0.0, 6.0])
+    assert average_levels(course, 7).mean == pytest.approx(course.mean)
 
 
-def test_an_interrupted_run_is_marked() -> None:
+def test_report_notes_that_the_run_was_interrupted() -> None:
     def interrupt(num_finished: int, now: float) -> None:
         raise KeyboardInterrupt
 

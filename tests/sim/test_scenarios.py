@@ -55,7 +55,7 @@ def printed(found: Finding) -> str:
 
 
 @pytest.mark.parametrize("name", short_of(list(SCENARIOS), CHEAP))
-def test_verdicts_on_a_claim_match_the_documentation(name: str, tmp_path: Path) -> None:
+def test_scenario_verdicts_match_those_in_the_documentation(name: str, tmp_path: Path) -> None:
     found = scenario(name).run(STEP_TIME)
     assert [check.holds for check in found.checks] == HOLDS[name], found.checks
     page = (DOCS / "scenarios.md").read_text()
@@ -69,7 +69,7 @@ def test_verdicts_on_a_claim_match_the_documentation(name: str, tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_verdicts_do_not_depend_on_the_seed(name: str, seed: int) -> None:
+def test_scenario_verdicts_do_not_depend_on_the_seed(name: str, seed: int) -> None:
     found = scenario(name).run(STEP_TIME, seeds=[seed])
     assert [check.holds for check in found.checks] == HOLDS[name], found.checks
 
@@ -106,7 +106,7 @@ def test_long_scenarios_run_with_fewer_requests(name: str) -> None:
     assert "nan" not in printed(found)
 
 
-def test_another_device_may_come_to_another_conclusion() -> None:
+def test_scenario_verdicts_may_differ_on_another_device() -> None:
     """If every step takes the same time, a whole prompt in one step delays nothing."""
     (smoother, *_, near, _, _, _) = scenario("chunk-size").run(CONSTANT).checks
     assert smoother.holds
@@ -163,7 +163,7 @@ def test_figures_of_a_scenario_are_means_over_the_seeds() -> None:
     assert found.text("none", "one slot") == "-"
     (check,) = found.checks
     assert not check.holds
-    with pytest.raises(ValueError, match="no seeds"):
+    with pytest.raises(ValueError, match="seeds is empty"):
         TINY.run(CONSTANT, seeds=[])
 
 
@@ -189,7 +189,7 @@ def test_an_interrupted_scenario_has_rows_but_no_verdict() -> None:
     assert calls == sorted(calls)
 
 
-def test_two_variants_of_a_workload_have_two_names() -> None:
+def test_a_scenario_refuses_two_variants_of_equal_name() -> None:
     with pytest.raises(ValueError, match="two variants"):
         replace(TINY, variants=TINY.variants[:1] * 2)
 

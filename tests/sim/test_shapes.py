@@ -80,7 +80,7 @@ def cached(cache: Path, folder: str, revision: str, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_the_published_ones(name: str, cache: Path) -> None:
+def test_parameter_counts_match_the_published_counts(name: str, cache: Path) -> None:
     total, active = PUBLISHED[name]
     shape = model_shape(name)
     assert shape.num_params == pytest.approx(total * 1e9, rel=0.02)
@@ -88,12 +88,12 @@ def test_parameters_are_the_published_ones(name: str, cache: Path) -> None:
         assert shape.num_active_params == pytest.approx(active * 1e9, rel=0.02)
 
 
-def test_every_built_in_shape_is_counted_and_has_a_source() -> None:
+def test_every_built_in_shape_has_parameter_counts_and_a_source() -> None:
     assert {model_shape(name).name for name in PUBLISHED} == set(SHAPES)
     assert all("config.json" in shape.source for shape in SHAPES.values())
 
 
-def test_checkpoints_are_as_large_as_published() -> None:
+def test_weight_bytes_match_the_published_checkpoint_sizes() -> None:
     assert model_shape("gpt-oss-20b").weight_bytes == pytest.approx(12.8 * 2**30, rel=0.02)  # its model card
     assert model_shape("gpt-oss-120b").weight_bytes == pytest.approx(60.8 * 2**30, rel=0.02)
     assert model_shape("Llama-3.1-8B").weight_bytes == pytest.approx(16.06e9, rel=0.01)
@@ -113,7 +113,7 @@ def test_kv_bytes_per_token_match_the_published_dimensions() -> None:
 @pytest.mark.parametrize(
     "name", ["meta-llama/Llama-3.1-8B", "llama-3.1-8b", "META-LLAMA/llama-3.1-8b-instruct", "Meta-Llama-3.1-8B"]
 )
-def test_names_are_found_without_organisation_and_in_any_case(name: str, cache: Path) -> None:
+def test_models_are_found_without_organisation_and_in_any_case(name: str, cache: Path) -> None:
     assert model_shape(name) is SHAPES["meta-llama/Llama-3.1-8B"]
 
 
@@ -127,7 +127,7 @@ def test_an_unknown_model_lists_the_nearest_names(cache: Path) -> None:
 # ---------------------------------------------------------------------- found
 
 
-def test_a_file_and_its_directory_are_read(write: Write, tmp_path: Path) -> None:
+def test_model_shape_reads_a_config_file_or_its_directory(write: Write, tmp_path: Path) -> None:
     path = write(LLAMA)
     shape = model_shape(path)
     assert shape == model_shape(tmp_path)
@@ -136,12 +136,12 @@ def test_a_file_and_its_directory_are_read(write: Write, tmp_path: Path) -> None
     assert str(path) in shape.source
 
 
-def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
+def test_error_names_a_model_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match=r"no config\.json"):
         model_shape(tmp_path)
 
 
-def test_cached_models_precede_the_table_and_main_other_revisions(cache: Path) -> None:
+def test_the_cached_revision_main_precedes_a_built_in_shape(cache: Path) -> None:
     folder = "models--meta-llama--Llama-3.1-8B"
     cached(cache, folder, "aaa", vocab_size=10)
     cached(cache, folder, "bbb", vocab_size=20)
@@ -151,12 +151,14 @@ def test_cached_models_precede_the_table_and_main_other_revisions(cache: Path) -
     assert model_shape("Llama-3.1-8B").vocab_size == 128256  # another name
 
 
-def test_a_revision_without_the_name_main_is_found(cache: Path) -> None:
+def test_a_cached_model_is_found_without_a_revision_main(cache: Path) -> None:
     cached(cache, "models--org--own", "ccc")
     assert model_shape("org/own").name == "org/own"
 
 
-def test_the_cache_is_where_hugging_face_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_hugging_face_environment_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     cached(tmp_path / "home" / "hub", "models--org--a", "r")
@@ -167,7 +169,7 @@ def test_the_cache_is_where_hugging_face_has_it(tmp_path: Path, monkeypatch: pyt
     assert model_shape("org/b").vocab_size == 1000
 
 
-def test_a_name_cannot_leave_the_cache_directory(cache: Path, tmp_path: Path) -> None:
+def test_a_model_name_cannot_point_outside_the_cache_directory(cache: Path, tmp_path: Path) -> None:
     cached(tmp_path, "other", "r")
     with pytest.raises(UnknownName):
         model_shape("../other")
@@ -259,13 +261,13 @@ def test_quantised_weights_are_counted_with_their_bits(
 
 
 @pytest.mark.parametrize("missing", sorted(set(LLAMA) - {"torch_dtype", "num_key_value_heads"}))
-def test_a_missing_field_is_named(missing: str, write: Write) -> None:
+def test_error_names_a_missing_config_field(missing: str, write: Write) -> None:
     path = write({key: value for key, value in LLAMA.items() if key != missing})
     with pytest.raises(UnsupportedModel, match=missing):
         model_shape(path)
 
 
-def test_a_config_without_dtype_says_so_in_its_source(write: Write) -> None:
+def test_source_of_a_shape_says_that_the_config_has_no_dtype(write: Write) -> None:
     shape = model_shape(write({key: value for key, value in LLAMA.items() if key != "torch_dtype"}))
     assert shape.dtype_bytes == 2
     assert "no dtype" in shape.source
@@ -277,7 +279,7 @@ def test_a_config_without_dtype_says_so_in_its_source(write: Write) -> None:
         ({"model_type": "mamba", "mamba_d_state": 16}, "state-space"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         ({"model_type": "t5"}, "'t5' is not known"),
-        ({"sliding_window": 128}, "no layer_types"),
+        ({"sliding_window": 128}, "the field layer_types"),
         ({"hidden_size": "big"}, "hidden_size is 'big'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"torch_dtype": "int3"}, "int3"),
@@ -296,5 +298,5 @@ def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for text in ("{", "[1]"):
         path.write_text(text)
-        with pytest.raises(UnsupportedModel, match=r"config\.json: not"):
+        with pytest.raises(UnsupportedModel, match=r"config\.json: the file is not"):
             model_shape(path)

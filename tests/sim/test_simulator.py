@@ -144,7 +144,7 @@ def test_every_request_finishes_once_with_its_tokens() -> None:
     assert outcome.stats[0].num_free_blocks == 40
 
 
-def test_one_request_takes_the_time_of_its_steps() -> None:
+def test_latency_of_one_request_is_the_time_of_its_steps() -> None:
     """A prompt of 100 tokens in two steps, then two steps of one token."""
     alone = Listed([(5.0, SimRequest("a", 100, 3))], {})
     outcome = simulate(alone, config(), LinearStepTime(per_step=1.0, per_token=0.01))
@@ -155,7 +155,7 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
     assert timings.max_gap[0] == pytest.approx(1.01)
 
 
-def test_asynchronous_steps_see_arrivals_one_step_later() -> None:
+def test_async_scheduling_admits_arrivals_one_step_later() -> None:
     """The step that begins at 1.0 was scheduled at 0.0, so a request that arrives at 0.5 runs from 2.0 on."""
     two = Listed([(0.0, SimRequest("a", 4, 9)), (0.5, SimRequest("b", 4, 2))], {})
     second = LinearStepTime(per_step=1.0)
@@ -207,7 +207,7 @@ def test_replicas_of_a_fleet_share_the_load() -> None:
 
 
 @pytest.mark.skipif(not AZURE_TRACE.exists(), reason=f"{AZURE_TRACE} is not there")
-def test_a_published_trace_has_one_outcome_in_runs_and_steps() -> None:
+def test_decode_runs_and_single_steps_agree_on_a_published_trace() -> None:
     trace = read_trace(AZURE_TRACE, limit=short_or_long(150, 2000))
     arrivals = [
         (

@@ -46,7 +46,7 @@ MODELS: dict[str, StepTime] = {
     "latent": RooflineStepTime(shape=DEEPSEEK, device=device("h200"), tensor_parallel=8),
 }
 HIDING = {"asynchronous", "overlapping-asynchronous"}
-"""The host may take longer than the device."""
+"""Names of the step-time models in which the host's time may be longer than the device's."""
 LOADS = {
     "decodes": StepLoad.of_rows([(999, 1)] * 8),
     "prefill": StepLoad.of_rows([(0, 2048)]),
@@ -150,7 +150,7 @@ def test_linear_step_time_survives_a_json_round_trip() -> None:
         ({"asynchronous": 1}, "asynchronous is 1"),
     ],
 )
-def test_wrong_coefficients_are_named(values: dict[str, Any], match: str) -> None:
+def test_error_names_the_wrong_step_time_coefficient(values: dict[str, Any], match: str) -> None:
     with pytest.raises(SimulationError, match=match):
         LinearStepTime.from_dict(values)
 
@@ -158,7 +158,7 @@ def test_wrong_coefficients_are_named(values: dict[str, Any], match: str) -> Non
 # ---------------------------------------------------------------------- roofline
 
 
-def test_a_decode_of_llama_8b_on_an_h100_is_bound_by_its_weights() -> None:
+def test_a_llama_8b_decode_on_an_h100_is_bound_by_reading_weights() -> None:
     model = RooflineStepTime(shape=LLAMA, device=H100)
     (alone,) = model.of_decodes(1, 500, 1)
     fastest = LLAMA.num_active_params * 2 / H100.bandwidth
@@ -173,7 +173,7 @@ def test_a_prefill_is_bound_by_compute() -> None:
     assert fastest < model.of_step(StepLoad.of_rows([(0, 8192)])) < 2.5 * fastest
 
 
-def test_few_tokens_touch_few_experts_and_many_all() -> None:
+def test_few_tokens_use_few_experts_and_many_tokens_use_all() -> None:
     model = RooflineStepTime(shape=QWEN_MOE, device=H100)
     one, eight, many = (model.of_decodes(rows, rows * 100, 1)[0] for rows in (1, 8, 512))
     assert one < QWEN_MOE.weight_bytes * 0.3 / H100.bandwidth
@@ -214,12 +214,12 @@ def test_devices_that_cannot_share_the_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("values", [{"memory": 0.0}, {"linear": 1.5}, {"per_step": -1.0}, {"r": 0.5}])
-def test_efficiencies_out_of_range_are_named(values: dict[str, float]) -> None:
+def test_error_names_an_efficiency_out_of_range(values: dict[str, float]) -> None:
     with pytest.raises(SimulationError, match=next(iter(values))):
         Efficiencies(**values)
 
 
-def test_the_caveat_names_model_and_device() -> None:
+def test_the_roofline_caveat_names_model_and_device() -> None:
     caveat = RooflineStepTime(shape=LLAMA, device=H100).caveat()
     assert LLAMA.name in caveat
     assert H100.name in caveat
@@ -227,7 +227,7 @@ def test_the_caveat_names_model_and_device() -> None:
 
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN_MOE, GPT_OSS], ids=lambda shape: shape.name)
-def test_the_fitted_form_is_near_the_roofline(shape: ModelShape) -> None:
+def test_near_returns_a_linear_step_time_close_to_the_roofline(shape: ModelShape) -> None:
     """At the load for which it is made, and at others with the same share of context in windows."""
     model = RooflineStepTime(shape=shape, device=H100)
     typical = StepLoad.of_rows([(500, 1)] * 20 + [(0, 100)])
@@ -236,7 +236,7 @@ def test_the_fitted_form_is_near_the_roofline(shape: ModelShape) -> None:
         StepLoad.of_rows([(500, 1)] * 4 + [(0, 20)]),
         StepLoad.of_rows([(500, 1)] * 100 + [(0, 500)]),
     ):
-        assert model.near(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
+        assert model.to_linear(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
 
 
 # ---------------------------------------------------------------------- KV blocks
@@ -253,7 +253,7 @@ def test_kv_blocks_of_llama_8b_match_the_known_number() -> None:
     assert num_kv_blocks(LLAMA, H100, gpu_memory_utilization=0.5).num_blocks < memory.num_blocks
 
 
-def test_a_model_too_large_names_sizes_and_remedies() -> None:
+def test_error_for_a_too_large_model_names_sizes_and_remedies() -> None:
     with pytest.raises(ModelTooLarge, match=r"Llama-3.1-70B needs 13\d\.\d\d GiB .*more tensor parallelism"):
         num_kv_blocks(LLAMA_70B, H100)
     assert num_kv_blocks(LLAMA_70B, H100, tensor_parallel=4).num_blocks > 10_000
@@ -270,6 +270,6 @@ def test_windowed_layers_keep_less_kv_in_separate_pools() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"gpu_memory_utilization": 1.5}, {"block_size": 0}, {"sequence_tokens": 0}, {"tensor_parallel": 0}]
 )
-def test_kv_memory_arguments_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+def test_error_names_a_kv_memory_argument_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=next(iter(wrong))):
         num_kv_blocks(LLAMA, H100, **wrong)

@@ -16,7 +16,7 @@ from pointsman.sim.report.summary import Targets, figures
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.stretches import Parts, split
-from pointsman.sim.trial import Job, Judge, score
+from pointsman.sim.trial import Job, Judge, combine_samples
 from pointsman.sim.tunables import HAVE_KNOBS, REPLICAS, Space, tunables
 from pointsman.sim.tune import Judged, Search, Tuning, tune
 from pointsman.sim.vllm_defaults import vllm_defaults
@@ -69,7 +69,7 @@ def tuning() -> Tuning:
 # ---------------------------------------------------------------------- what is found
 
 
-def test_the_budget_whose_steps_keep_the_target_is_found(tuning: Tuning) -> None:
+def test_tuning_finds_the_token_budget_that_meets_the_itl_target(tuning: Tuning) -> None:
     assert tuning.is_complete and tuning.is_gain
     assert tuning.chosen is not None and tuning.judged is not None and tuning.judged_defaults is not None
     assert tuning.chosen.config.max_num_batched_tokens in (256, 384, 512)
@@ -90,7 +90,7 @@ def test_settings_that_change_nothing_keep_their_defaults(tuning: Tuning) -> Non
     assert all(trial.settings[name] == defaults[name] for trial in tuning.trials for name in tuning.not_searched)
 
 
-def test_figures_are_those_of_a_simulation_of_the_held_out_part(tuning: Tuning) -> None:
+def test_judged_figures_equal_a_simulation_of_the_held_out_part(tuning: Tuning) -> None:
     assert tuning.judged is not None
     (stretch,) = parts().held_out
     outcome = simulate(stretch, tuning.judged.trial.config, STEP_TIME)
@@ -101,7 +101,7 @@ def test_figures_are_those_of_a_simulation_of_the_held_out_part(tuning: Tuning) 
     assert (found.ttft_p99, found.itl_p99) == (report.ttft.p99.value, report.itl.p99.value)
 
 
-def test_neighbours_differ_by_a_notch_of_one_setting(tuning: Tuning) -> None:
+def test_neighbours_differ_in_one_setting_by_one_value(tuning: Tuning) -> None:
     assert tuning.chosen is not None
     best = tuning.chosen.settings
     assert {"max_num_batched_tokens", "max_num_seqs"} <= {name for name, _ in tuning.neighbours}
@@ -135,7 +135,7 @@ def test_defaults_are_kept_if_nothing_is_better() -> None:
     assert tuning.recommended is tuning.judged_defaults
 
 
-def test_a_choice_worse_on_held_out_requests_is_not_recommended(tuning: Tuning) -> None:
+def test_settings_worse_on_held_out_requests_are_not_recommended(tuning: Tuning) -> None:
     assert tuning.judged is not None and tuning.judged_defaults is not None
     worse = Judged(tuning.judged.trial, replace(tuning.judged_defaults.held_out, goodput=0.1))
     for other in (worse, Judged(tuning.judged.trial, tuning.judged_defaults.held_out)):
@@ -147,13 +147,13 @@ def test_a_choice_worse_on_held_out_requests_is_not_recommended(tuning: Tuning) 
     assert Tuning(judged=useless, judged_defaults=useless).gain is None
 
 
-def test_impossible_targets_are_reported_as_met_by_nothing() -> None:
+def test_tuning_reports_that_no_settings_meet_impossible_targets() -> None:
     tuning = searched(parts(count=20), targets=Targets(ttft=1e-4), num_trials=10)
     assert tuning.meets_nothing and tuning.is_complete and not tuning.is_gain
     assert tuning.gain is None
 
 
-def test_replicas_are_searched_for_the_goodput_per_replica() -> None:
+def test_tuning_chooses_replicas_by_goodput_per_replica() -> None:
     """One replica is overloaded, and three are more than enough."""
     requests = parts(rate=40, count=60, output=3)
     tuning = searched(requests, targets=Targets(ttft=0.4), replicas=(1, 3), num_trials=8)
@@ -164,7 +164,7 @@ def test_replicas_are_searched_for_the_goodput_per_replica() -> None:
     assert tuning.judged_defaults.goodput > 0
 
 
-def test_a_small_pool_is_searched_for_relieving_settings() -> None:
+def test_settings_for_a_short_pool_are_searched_with_few_blocks() -> None:
     small = BASE.replace(num_blocks=160, max_model_len=2048)
     tuning = searched(parts(count=20, prompt=300, output=100), base=small, targets=Targets(ttft=4.0), num_trials=16)
     assert not tuning.not_searched
@@ -209,7 +209,7 @@ def test_search_arguments_out_of_range_are_refused() -> None:
         workers(judge, 0)
     with pytest.raises(SimulationError, match="number of trials is 0"):
         searched(parts(count=20), num_trials=0)
-    with pytest.raises(SimulationError, match="no target"):
+    with pytest.raises(SimulationError, match="no latency target"):
         searched(parts(count=20), targets=Targets())
 
 
@@ -222,12 +222,12 @@ def test_a_scheduler_accepts_every_value_of_every_setting() -> None:
     space = Space(BASE, varied=VARIED)
     for tunable in tunables(VARIED):
         for value in tunable.values:
-            point = space.point({tunable.name: value})
+            point = space.make_point({tunable.name: value})
             assert getattr(space.config(point), tunable.name) == space.settings(point)[tunable.name]
             Scheduler(space.config(point))
 
 
-def test_registered_policies_are_among_the_values() -> None:
+def test_registered_policies_are_among_the_values_to_try() -> None:
     values = {tunable.name: tunable.values for tunable in Space(BASE, varied=VARIED).tunables}
     assert {spec.partition(":")[0] for spec in values["order"]} == set(known("order"))
     assert set(known("victim")) <= set(values["victim"])
@@ -246,20 +246,20 @@ def test_registered_policies_are_among_the_values() -> None:
 
 def test_contradictory_settings_become_the_nearest_consistent_ones() -> None:
     space = Space(BASE)
-    point = space.point({"max_num_batched_tokens": 384, "max_num_seqs": 1024, "long_prefill_token_threshold": 512})
+    point = space.make_point({"max_num_batched_tokens": 384, "max_num_seqs": 1024, "long_prefill_token_threshold": 512})
     settings = space.settings(point)
     assert (settings["max_num_seqs"], settings["long_prefill_token_threshold"]) == (384, 0)
-    assert space.changed(point) == ["max_num_batched_tokens", "max_num_seqs"]
-    assert space.changed(space.point({"max_num_batched_tokens": 256})) == ["max_num_batched_tokens"]
+    assert space.changed_settings(point) == ["max_num_batched_tokens", "max_num_seqs"]
+    assert space.changed_settings(space.make_point({"max_num_batched_tokens": 256})) == ["max_num_batched_tokens"]
 
 
-def test_a_base_between_the_notches_has_neighbours_on_both_sides() -> None:
+def test_a_base_value_between_listed_values_has_both_neighbours() -> None:
     space = Space(BASE.replace(max_num_seqs=100))
     beside = [space.settings(point)["max_num_seqs"] for _, point in space.neighbours(space.base, ["max_num_seqs"])]
     assert beside == [96, 128]
 
 
-def test_stretches_alternate_and_have_different_requests() -> None:
+def test_training_and_held_out_stretches_alternate_without_overlap() -> None:
     arrivals = list(OpenLoop(Generated(PoissonArrivals(10), Lengths(Constant(5), Constant(5)), 5000)).first_arrivals())
     found = split(arrivals, 1600)
     assert [stretch.num_requests for stretch in (*found.train, *found.held_out)] == [533] * 6
@@ -271,21 +271,21 @@ def test_stretches_alternate_and_have_different_requests() -> None:
     assert found.train[0].num_requests / found.train[0].seconds == pytest.approx(10, rel=0.15)
 
 
-def test_a_workload_that_is_too_short_or_all_at_once_is_refused() -> None:
+def test_split_refuses_too_few_or_simultaneous_requests() -> None:
     arrivals = list(OpenLoop(Generated(PoissonArrivals(10), Lengths(Constant(5), Constant(5)), 40)).first_arrivals())
     with pytest.raises(WorkloadError, match="19 requests; at least 20"):
         split(arrivals[:19], 100)
-    with pytest.raises(WorkloadError, match="5 requests; it must have at least 10"):
+    with pytest.raises(WorkloadError, match="num_requests of each part is 5; it must be at least 10"):
         split(arrivals, 5)
-    with pytest.raises(WorkloadError, match="all at once"):
+    with pytest.raises(WorkloadError, match="at one time"):
         split([(7.0, request) for _, request in arrivals], 100)
 
 
 def test_requests_without_tokens_score_lower_than_late_ones() -> None:
     requests = parts(count=20)
     judge = Judge(stretches=requests.train, step_time=STEP_TIME, targets=Targets(ttft=0.001))
-    late = score([judge.measure(Job(BASE, 1, 0))])
-    refused = score([judge.measure(Job(BASE.replace(max_model_len=100), 1, 0))])
+    late = combine_samples([judge.measure(Job(BASE, 1, 0))])
+    refused = combine_samples([judge.measure(Job(BASE.replace(max_model_len=100), 1, 0))])
     assert late.share == refused.share == 0
     assert late.closeness > refused.closeness == 0
     assert (refused.num_refused, refused.ttft_p99, refused.itl_p99) == (20, None, None)

@@ -103,7 +103,7 @@ def by_length(request: SimRequest) -> float:
         ),
     ],
 )
-def test_a_short_name_gives_its_distribution(text: str, expected: Distribution, mean: float) -> None:
+def test_parse_distribution_reads_every_short_name(text: str, expected: Distribution, mean: float) -> None:
     distribution = parse_distribution(text)
     assert distribution == expected
     assert distribution.mean() == pytest.approx(mean)
@@ -131,7 +131,7 @@ def test_samples_have_lognormal_quantiles_and_mixture_shares() -> None:
         ("bursts:4,10", BurstArrivals(4, 10), math.sqrt(19)),  # gaps: one exponential of mean 10/4, then nine of 0
     ],
 )
-def test_a_short_name_gives_its_arrival_process(text: str, expected: Arrivals, cv: float) -> None:
+def test_parse_arrivals_reads_every_short_name(text: str, expected: Arrivals, cv: float) -> None:
     assert parse_arrivals(text) == expected
     generated = Generated(expected, Lengths(Constant(1), Constant(1)), num_requests=10_000, seed=5)
     times = np.array([time for time, _ in OpenLoop(generated).first_arrivals()])
@@ -151,17 +151,17 @@ def test_requests_of_a_burst_arrive_at_one_time() -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("lognorml:1,2", "unknown 'lognorml'; known are constant, uniform"),
-        ("lognormal:150", "1 of 2 values; write lognormal:median,sigma"),
-        ("lognormal:150,x", "'x' is no number"),
+        ("lognorml:1,2", "unknown form 'lognorml'; known forms are constant, uniform"),
+        ("lognormal:150", "has 1 values, but needs 2; write lognormal:median,sigma"),
+        ("lognormal:150,x", "'x' is not a number"),
         ("lognormal:0,1", "median is 0; it must be finite and above 0"),
         ("uniform:9,3", "high is 3; it must be finite and at least 9"),
         ("constant:-1", "value is -1; it must be finite and at least 0"),
-        ("constant:inf", "inf must be finite"),
-        ("long", "'long' is no number"),
+        ("constant:inf", "inf is not finite"),
+        ("long", "'long' is not a number"),
         ("mix:0.7*constant:1+0.2*constant:3", "must be positive and add up to 1"),
-        ("mix:constant:1", "is no part of a mixture"),
-        ("values:", "'' is no number"),
+        ("mix:constant:1", "is not PROBABILITY*DISTRIBUTION"),
+        ("values:", "'' is not a number"),
     ],
 )
 def test_invalid_distributions_are_refused(text: str, wrong: str) -> None:
@@ -173,7 +173,7 @@ def test_invalid_distributions_are_refused(text: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("poison:3", "unknown 'poison'; known are constant, poisson, gamma, bursts"),
+        ("poison:3", "unknown form 'poison'; known forms are constant, poisson, gamma, bursts"),
         ("poisson:0", "rate is 0"),
         ("gamma:3", "write gamma:rate,cv"),
         ("bursts:3,2.5", "size is 2.5; it must be a whole number"),
@@ -210,8 +210,9 @@ def test_generated_requests_are_lazy_and_reproducible() -> None:
     assert [time for time, _ in other] != [time for time, _ in first]
 
 
-def test_other_draws_for_one_purpose_change_no_other_purpose() -> None:
-    """Other prompts, or other arrivals, change nothing else."""
+def test_changed_arrivals_keep_prompts_and_changed_prompts_keep_arrivals() -> None:
+    """With other prompt lengths, arrivals and outputs stay the same; with other arrivals, all requests stay the
+    same."""
     base = Generated(PoissonArrivals(3), LENGTHS, num_requests=2000)
     changed = replace(base, lengths=replace(LENGTHS, prompt=parse_distribution("mix:0.5*10+0.5*lognormal:9,1")))
     slower = replace(base, arrivals=GammaArrivals(1, 3))
@@ -237,7 +238,7 @@ def test_invalid_workloads_are_refused(make: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("think", [Constant(0), Exponential(2)])
-def test_a_closed_loop_has_at_most_n_in_flight(think: Distribution) -> None:
+def test_a_closed_loop_of_n_users_has_at_most_n_requests_in_flight(think: Distribution) -> None:
     workload = ClosedLoop(8, LENGTHS, think=think, num_requests=500, seed=3)
     done = run(workload, by_length)
     assert len(done) == workload.num_requests == 500
@@ -307,14 +308,14 @@ def test_a_session_prompt_extends_the_last_prompt_and_output() -> None:
     assert len(system) == 1
 
 
-def test_sessions_do_not_depend_on_the_server() -> None:
+def test_requests_of_sessions_do_not_depend_on_latency() -> None:
     def requests(latency: Callable[[SimRequest], float]) -> list[tuple[str, int, int]]:
         return sorted((r.request_id, r.num_prompt_tokens, r.num_output_tokens) for _, _, r in run(sessions(), latency))
 
     assert requests(by_length) == requests(lambda request: 0.001) == requests(lambda request: 60.0)
 
 
-def test_a_session_ends_before_it_is_too_long() -> None:
+def test_a_session_ends_before_it_exceeds_max_total_tokens() -> None:
     workload = sessions(num_turns=Constant(50), max_total_tokens=500)
     done = run(workload, by_length)
     assert workload.num_requests is None
@@ -322,7 +323,7 @@ def test_a_session_ends_before_it_is_too_long() -> None:
     assert max(r.num_prompt_tokens + r.num_output_tokens for _, _, r in done) <= 500
 
 
-def test_endless_sessions_are_lazy() -> None:
+def test_endless_sessions_are_generated_lazily() -> None:
     workload = sessions(num_sessions=None)
     assert workload.num_requests is None
     assert len(run(workload, by_length, limit=300)) == 300

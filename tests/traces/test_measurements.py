@@ -183,7 +183,7 @@ def test_a_recording_of_a_prompt_in_parts_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        (measured(first_token_ts=99.0), "line 1: the first token came at 99.0, before its request at 100.0"),
+        (measured(first_token_ts=99.0), "line 1: the first token came at 99.0, before its request arrived at 100.0"),
         (measured() + "\n" + measured(last_token_ts=100.5), "line 2: the last token came at 100.5, before the first"),
         (measured(queued_ts=None), "line 1: queued_ts is None; it must be a finite number"),
         (measured(output_toks=-1), "line 1: output_toks is -1; it must be between 0"),
@@ -191,21 +191,21 @@ def test_a_recording_of_a_prompt_in_parts_is_read(tmp_path: Path) -> None:
         (bench(itls=[[-0.5], [], []]), "request 0 (ttfts[0], itls[0]): the last token came at 1000.0, before the"),
         (bench(input_lens=[100, -50, 70]), "line 1: input_lens[1] is -50; it must be between 0"),
         (bench(itls=[[0.1], [], 0.1]), "line 1: itls[2] is 0.1; it must be a list of seconds"),
-        (bench(ttfts=[0.5, 0.0]), "lists of different lengths"),
-        (bench(ttfts=None), "ttfts must be a list with one item a request; run vllm bench serve with --save-result"),
+        (bench(ttfts=[0.5, 0.0]), "the lists have different lengths"),
+        (bench(ttfts=None), "ttfts must be a list with one item per request; run vllm bench serve with --save-result"),
         ('{"endpoint_type": "vllm", "completed": 3}', 'no list "input_lens" in the result of vLLM\'s benchmark'),
         (bench() + "\n" + bench(), "line 2: a second result begins here"),
         (bench()[:-60], "not JSON"),
-        (json.dumps(guidellm(3)), "line 1: metadata.version is 3; read are versions 1 and 2"),
+        (json.dumps(guidellm(3)), "line 1: metadata.version is 3; only versions 1 and 2 can be read"),
         (json.dumps({"benchmarks": []}), 'no "metadata" before "benchmarks"'),
         (json.dumps(guidellm()).replace('"request_totals": {"successful": 2', '"request_totals": {"successful": 3'),
-         "benchmarks[0] holds 2 of 3 successful requests"),
+         "benchmarks[0] has only 2 of 3 successful requests"),
         (json.dumps(guidellm()).replace('"prompt_tokens": 100', '"prompt_tokens": null'),
          "benchmarks[0].requests.successful[0]: prompt_tokens is None"),
         ('{"format": "pointsman-recording", "format_version": 9}', "line 1: format_version is 9; this library reads"),
         ('{"format": "pointsman-recording", "format_version": 1, "config": {"block_size": 4}}\n{"now": 1}',
          "line 2: not a recorded call (KeyError: 'call')"),
-        ('{"format": "another"}', 'neither "input_length" nor "input_toks"'),
+        ('{"format": "another"}', 'the line has no "input_length" and no "input_toks"'),
     ],
 )  # fmt: skip
 def test_broken_measurements_are_reported(tmp_path: Path, text: str, wrong: str) -> None:
@@ -218,7 +218,7 @@ def test_broken_measurements_are_reported(tmp_path: Path, text: str, wrong: str)
 
 
 def test_a_trace_without_times_has_no_measurements(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no measured times in it"):
+    with pytest.raises(TraceError, match="no measured times in the file"):
         read_measurements(write(tmp_path, '{"timestamp": 0, "input_length": 6, "output_length": 5}'))
 
 

@@ -79,14 +79,14 @@ def test_burstgpt_csv_is_read(tmp_path: Path) -> None:
     assert second.arrival_time == 40.5
 
 
-def test_mooncake_counts_milliseconds_and_keeps_hash_ids(tmp_path: Path) -> None:
+def test_mooncake_trace_has_timestamps_in_milliseconds_and_hash_ids(tmp_path: Path) -> None:
     lines = [mooncake(timestamp=1500), mooncake(timestamp=4000, input_length=20, hash_ids=[9])]
     first, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert first == TraceRequest(0.0, 600, 5, block_hash_ids=(3, 4), hash_block_size=512)
     assert (second.arrival_time, second.block_hash_ids) == (2.5, (9,))
 
 
-def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> None:
+def test_qwen_bailian_trace_has_seconds_and_blocks_of_16_tokens(tmp_path: Path) -> None:
     lines = [qwen(timestamp=60.5, input_length=9, hash_ids=[1089]), qwen(), qwen(timestamp=62.5, hash_ids=[1089, 4, 5])]
     short, first, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert first.arrival_time == pytest.approx(0.614) and second.arrival_time == 2.0
@@ -118,7 +118,7 @@ def test_measured_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
     assert [request.arrival_time for request in requests] == [0.0, 1.5]
 
 
-def test_limit_stops_before_later_lines(tmp_path: Path) -> None:
+def test_limit_stops_reading_before_later_lines(tmp_path: Path) -> None:
     path = write(tmp_path, f"{mooncake()}\n{mooncake()}\nbroken")
     assert len(read_trace(path, limit=2)) == 2
     with pytest.raises(ValueError, match="limit is 0"):
@@ -154,11 +154,12 @@ def test_impossible_values_are_errors_in_every_format(tmp_path: Path, name: str,
 def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
     path = write(tmp_path, "\n".join([AZURE, azure(0, 5), azure(0, 0)]))
     with pytest.raises(
-        TraceError, match=r"no request in it\. Of 2 rows read, 2 are left out: 2 without prompt tokens."
+        TraceError,
+        match=r"the file has no request that can be read\. Of 2 rows read, 2 are left out: 2 without prompt tokens.",
     ):
         read_trace(path)
     with pytest.raises(
-        TraceError, match=r"t\.csv: there is nothing to serve\. Of 1 rows read, 1 is left out: 1 without"
+        TraceError, match=r"t\.csv: no request has output tokens\. Of 1 rows read, 1 is left out: 1 without"
     ):
         served(Trace([TraceRequest(0.0, 1, 0)], {}), "t.csv")
 
@@ -169,9 +170,13 @@ def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "wrong"),
     [
-        ("hello\n", 1, "no trace format begins like this: 'hello'"),
-        ('{"prompt": "hello"}\n', 1, 'neither "input_length" nor "input_toks"'),
-        (f"{AZURE}\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:47,374\n", 3, "2 values where the header names 3"),
+        ("hello\n", 1, "no known trace format begins with 'hello'"),
+        ('{"prompt": "hello"}\n', 1, 'the line has no "input_length" and no "input_toks"'),
+        (
+            f"{AZURE}\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:47,374\n",
+            3,
+            "the line has 2 values, but the header 3",
+        ),
         (f"{AZURE}\n2023-11-16 18:15:46,374,many\n", 2, "output tokens is 'many'"),
         (f"{AZURE}\n2023-11-16 18:15:46,-5,44\n", 2, "prompt tokens is -5"),
         (f"{AZURE}\n2023-11-16 18:15:46,{2**31},44\n", 2, f"prompt tokens is {2**31}"),
@@ -179,7 +184,7 @@ def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
         ("Timestamp,Request tokens,Response tokens\nnan,3,4\n", 2, "timestamp is nan"),
         (mooncake() + "\n" + mooncake()[:-10], 2, "not JSON"),
         (mooncake() + "\n[1, 2]", 2, "not a JSON object"),
-        (mooncake() + '\n{"input_length": 3}', 2, 'no field "timestamp"'),
+        (mooncake() + '\n{"input_length": 3}', 2, 'the field "timestamp" is missing'),
         (mooncake(input_length=1.5), 1, "input_length is 1.5"),
         (mooncake(input_length=True), 1, "input_length is True"),
         (mooncake(output_length=-1), 1, "output_length is -1"),
@@ -192,17 +197,21 @@ def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
         (
             mooncake(hash_ids=[1, 2, 3]),
             1,
-            "3 hash_ids for 600 tokens; with 512 tokens a block (Mooncake) there are at most 2, with 16 (Qwen-Bailian) "
-            "there are 38; correct",
+            "3 hash_ids for 600 tokens; blocks of 512 tokens (Mooncake) have at most 2 ids, blocks of 16 (Qwen-Bailian)"
+            " exactly 38; correct",
         ),
-        (mooncake() + "\n" + mooncake(hash_ids=[1, 2, 3]), 2, "there are 38, and line 1 has 2 hash_ids for 600 tokens"),
+        (mooncake() + "\n" + mooncake(hash_ids=[1, 2, 3]), 2, "exactly 38; line 1 has 2 hash_ids for 600 tokens"),
         (
             qwen() + "\n" + qwen(hash_ids=[1]),
             2,
-            "1 hash_ids for 40 tokens; with 512 tokens a block (Mooncake) there are",
+            "1 hash_ids for 40 tokens; blocks of 512 tokens (Mooncake) have",
         ),
-        (qwen() + "\n" + qwen(hash_ids=[1]), 2, "with 16 (Qwen-Bailian) there are 3, and line 1 has 3 hash_ids for 40"),
-        (qwen() + "\n" + mooncake(), 2, 'the lines before have a "chat_id" and this one has none: with it timestamps'),
+        (qwen() + "\n" + qwen(hash_ids=[1]), 2, "of 16 (Qwen-Bailian) exactly 3; line 1 has 3 hash_ids for 40"),
+        (
+            qwen() + "\n" + mooncake(),
+            2,
+            'the lines before have a "chat_id" and this one has none: with "chat_id", timestamps',
+        ),
         (mooncake() + "\n\n" + qwen(), 3, 'the lines before have no "chat_id" and this one has one'),
         (AZURE.encode() + b"\n2023-11-16 18:15:46,\xff,44\n", 2, "not UTF-8 text"),
     ],
@@ -219,7 +228,7 @@ def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, text: str | b
 
 @pytest.mark.parametrize("text", ["", "\n\n", AZURE])
 def test_a_trace_without_requests_is_an_error(tmp_path: Path, text: str) -> None:
-    with pytest.raises(TraceError, match="no request in it"):
+    with pytest.raises(TraceError, match="the file has no request"):
         read_trace(write(tmp_path, text))
 
 
@@ -297,7 +306,7 @@ def test_published_traces_are_read(name: str, count: int, seconds: tuple[int, in
     assert seconds[0] < requests[-1].arrival_time < seconds[1]
 
 
-def test_most_blocks_of_the_mooncake_trace_were_seen_before() -> None:
+def test_most_blocks_of_the_mooncake_trace_are_repeated() -> None:
     path = REAL_TRACES / "mooncake_synthetic.jsonl"
     if not path.exists():
         pytest.skip(f"{path.name} is not in {REAL_TRACES}")

@@ -13,7 +13,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.sim.report.layout import number
+from pointsman.sim.report.layout import format_number
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -37,7 +37,7 @@ text { fill: var(--dim); } .grid { stroke: var(--rule); stroke-width: 1; }
 """
 
 
-def text(value: str) -> str:
+def escape_text(value: str) -> str:
     """`value` escaped, without characters that control how text is displayed."""
     return escape("".join(char if char.isprintable() else "\ufffd" for char in value))
 
@@ -52,7 +52,7 @@ class Axis:
     stop: int
     is_log: bool = False
 
-    def place(self, values: FloatArray | Sequence[float]) -> FloatArray:
+    def positions(self, values: FloatArray | Sequence[float]) -> FloatArray:
         values = np.asarray(values, dtype=np.float64)
         low, high = self.low, self.high
         if self.is_log:
@@ -75,7 +75,7 @@ class Axis:
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def steps(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
+def step_path(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
     """The path of a line that is level until the next point, in tenths of a unit; points without a change are left
     out."""
     x, y = x.round(1), y.round(1)
@@ -89,17 +89,16 @@ def steps(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
     return "".join(path)
 
 
-def grid(across: Axis, up: Axis, x_unit: str, y_unit: str) -> str:
+def grid(x_axis: Axis, y_axis: Axis, x_unit: str, y_unit: str) -> str:
     """Lines and numbers at the ticks of both axes, and the unit of the horizontal axis."""
-    left, right, top, bottom = across.start, across.stop, up.stop, up.start
+    left, right, top, bottom = x_axis.start, x_axis.stop, y_axis.stop, y_axis.start
     parts = []
-    for tick, y in zip(up.ticks(), up.place(up.ticks()), strict=True):
+    for tick, y in zip(y_axis.ticks(), y_axis.positions(y_axis.ticks()), strict=True):
         parts.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>')
-        parts.append(
-            f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}{y_unit and " " + y_unit}</text>'
-        )
-    for tick, x in zip(across.ticks(), across.place(across.ticks()), strict=True):
+        label = f"{format_number(tick)}{y_unit and ' ' + y_unit}"
+        parts.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for tick, x in zip(x_axis.ticks(), x_axis.positions(x_axis.ticks()), strict=True):
         parts.append(f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{number(tick)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{format_number(tick)}</text>')
     parts.append(f'<text x="{right}" y="{bottom + 28}" text-anchor="end">{x_unit}</text>')
     return "".join(parts)

@@ -58,7 +58,7 @@ class Levels:
         return float(self.values.max()) if len(self.values) else None
 
 
-def span(outcome: Outcome) -> tuple[float, float]:
+def time_span(outcome: Outcome) -> tuple[float, float]:
     """Time of the first arrival, and the end of the simulation, in virtual seconds."""
     timings = outcome.timings
     begin = float(timings.arrival[0]) if timings.count else 0.0
@@ -106,7 +106,7 @@ def levels(course: Course, values: FloatArray | Int64Array, begin: float, end: f
     return _without_empty_levels(times[order], held[order], end)
 
 
-def total(parts: Sequence[Levels]) -> Levels:
+def sum_levels(parts: Sequence[Levels]) -> Levels:
     """The sum of a quantity over several replicas."""
     if len(parts) == 1:
         return parts[0]
@@ -116,12 +116,12 @@ def total(parts: Sequence[Levels]) -> Levels:
     return _without_empty_levels(times[order], changes[order].cumsum(), parts[0].end)
 
 
-def scaled(part: Levels, factor: float) -> Levels:
+def scale_levels(part: Levels, factor: float) -> Levels:
     """The levels multiplied by `factor`."""
     return Levels(part.times, part.values * factor, part.end)
 
 
-def downsampled(part: Levels, max_points: int) -> Levels:
+def downsample_levels(part: Levels, max_points: int) -> Levels:
     """At most `max_points` entries of `part`: the minimum and maximum of each of `max_points` / 2 intervals of equal
     duration."""
     times, values = part.times, part.values
@@ -137,11 +137,11 @@ def downsampled(part: Levels, max_points: int) -> Levels:
     return Levels(times[kept], values[kept], part.end)
 
 
-def averaged(part: Levels, num_stretches: int) -> Levels:
-    """The mean of the levels in each of `num_stretches` intervals of equal duration."""
+def average_levels(part: Levels, num_intervals: int) -> Levels:
+    """The mean of the levels in each of `num_intervals` intervals of equal duration."""
     times, values = np.append(part.times, part.end), part.values
     area = np.concatenate([[0.0], (values * np.diff(times)).cumsum()])
-    edges = np.linspace(times[0], times[-1], num_stretches + 1)
+    edges = np.linspace(times[0], times[-1], num_intervals + 1)
     return Levels(edges[:-1], np.diff(np.interp(edges, times, area)) / np.diff(edges), part.end)
 
 

@@ -37,7 +37,8 @@ _STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval; None: there is no value or no interval."""
+    """A figure (`value`) with its 95 % confidence interval (`low` to `high`). `value` None: the figure is missing;
+    `low` and `high` None: there is no interval."""
 
     value: float | None = None
     low: float | None = None
@@ -74,7 +75,7 @@ class Draws:
         self.times = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=num_resamples).astype(np.float64)
         """How often each resample contains each block, [resamples, blocks]."""
         # A resample of n blocks spreads like n - 1 blocks, and the spread of few blocks is less certain.
-        self._widening = student(blocks - 1) / _Z * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else 1.0
+        self._widening = student_t_percentile(blocks - 1) / _Z * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else 1.0
 
     def interval(self, value: float, resampled: FloatArray, lowest: float, highest: float) -> Estimate:
         """`value` with an interval: the middle 95 % of the resampled values, widened for few blocks and clipped to
@@ -88,8 +89,7 @@ class Draws:
 
 
 def choose_num_blocks(num_values: int) -> int:
-    """The number of blocks for `num_values` requests: with more requests, blocks are longer and, up to a limit, more
-    numerous."""
+    """The number of blocks for `num_values` requests: the square root of `num_values`, at most `MAX_BLOCKS`."""
     return min(MAX_BLOCKS, math.isqrt(num_values))
 
 
@@ -103,7 +103,9 @@ def weighted_percentiles(values: FloatArray, counts: Int64Array, shares: Sequenc
     return _percentiles(values, counts.cumsum(), shares)
 
 
-def distribution(values: FloatArray, counts: Int64Array | None, blocks: Int64Array, draws: Draws) -> Distribution:
+def estimate_distribution(
+    values: FloatArray, counts: Int64Array | None, blocks: Int64Array, draws: Draws
+) -> Distribution:
     """Mean and percentiles of values that occur `counts` times each (None: once); NaN is left out.
 
     Args:
@@ -132,7 +134,7 @@ def distribution(values: FloatArray, counts: Int64Array | None, blocks: Int64Arr
     return Distribution(total, mean, p50, p90, p95, p99, Estimate(highest))
 
 
-def share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Estimate:
+def estimate_share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Estimate:
     """The share of requests whose flag is True."""
     if not len(flags):
         return NONE
@@ -155,20 +157,20 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return Estimate(mean)
-    half = student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = student_t_percentile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(mean, max(0.0, mean - half), mean + half)
 
 
-def student(degrees: int) -> float:
+def student_t_percentile(degrees_of_freedom: int) -> float:
     """The 97.5th percentile of Student's t distribution (Cornish-Fisher; within 0.1 %)."""
-    if degrees in _STUDENT:
-        return _STUDENT[degrees]
+    if degrees_of_freedom in _STUDENT:
+        return _STUDENT[degrees_of_freedom]
     z, z3, z5, z7 = _Z, _Z**3, _Z**5, _Z**7
     return (
         z
-        + (z3 + z) / (4 * degrees)
-        + (5 * z5 + 16 * z3 + 3 * z) / (96 * degrees**2)
-        + (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * degrees**3)
+        + (z3 + z) / (4 * degrees_of_freedom)
+        + (5 * z5 + 16 * z3 + 3 * z) / (96 * degrees_of_freedom**2)
+        + (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * degrees_of_freedom**3)
     )
 
 
@@ -199,7 +201,7 @@ def _resampled(
     np.cumsum(drawn, axis=1, out=drawn)
     total = drawn[:, -1]
     is_there = total > 0
-    found = [_divided(draws.times @ np.bincount(blocks, weights * values, num_blocks), total)]
+    found = [_divide_or_nan(draws.times @ np.bincount(blocks, weights * values, num_blocks), total)]
     for quantile in SHARES:
         place = np.floor((total - 1) * quantile)
         cell = np.minimum((drawn <= place[:, None]).sum(axis=1), num_cells - 1)
@@ -207,6 +209,6 @@ def _resampled(
     return found
 
 
-def _divided(sums: FloatArray, totals: FloatArray) -> FloatArray:
+def _divide_or_nan(sums: FloatArray, totals: FloatArray) -> FloatArray:
     shares: FloatArray = np.divide(sums, totals, out=np.full(len(sums), np.nan), where=totals > 0)
     return shares

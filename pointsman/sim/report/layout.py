@@ -51,44 +51,54 @@ def facts(report: Report) -> list[Fact]:
     found = [
         Fact("requests", f"{counts.arrived:,} arrived, {counts.finished:,} finished{_reasons(report)}"),
         Fact("", f"{counts.refused:,} refused, {counts.unfinished:,} unfinished"),
-        Fact("duration", f"{_text(report.seconds)} s on {_number_of(report.num_replicas, 'replica')}"),
-        Fact("requests/s", _text(report.requests_per_second)),
+        Fact("duration", f"{_format_value(report.seconds)} s on {_count_with_noun(report.num_replicas, 'replica')}"),
+        Fact("requests/s", _format_value(report.requests_per_second)),
         Fact(
-            "tokens/s", f"{_text(report.output_tokens_per_second)} output, {_text(report.total_tokens_per_second)} all"
+            "tokens/s",
+            f"{_format_value(report.output_tokens_per_second)} output, "
+            f"{_format_value(report.total_tokens_per_second)} all",
         ),
     ]
     if report.goodput is not None:
         targets = report.targets
         given = {"TTFT": targets.ttft, "every ITL": targets.itl, "end-to-end": targets.e2e}
-        limits = ", ".join(f"{name} ≤ {duration(limit)}" for name, limit in given.items() if limit is not None)
-        share, rate = _percent(report.goodput.share), _text(report.goodput.requests_per_second)
+        limits = ", ".join(f"{name} ≤ {format_duration(limit)}" for name, limit in given.items() if limit is not None)
+        share, rate = _format_percent(report.goodput.share), _format_value(report.goodput.requests_per_second)
         found.append(Fact("goodput", f"{share} of requests, {rate} requests/s, within {limits}"))
     found += [
-        Fact("KV use", f"{_percent(report.kv_cache_usage.mean)} mean, {_percent(report.kv_cache_usage.max)} max"),
-        Fact("running", f"{_text(report.running.mean)} mean, {_text(report.running.max)} max"),
-        Fact("waiting", f"{_text(report.waiting.mean)} mean, {_text(report.waiting.max)} max"),
-        Fact("steps", f"{counts.num_steps:,}, running {_percent(report.busy)} of the time"),
+        Fact(
+            "KV use",
+            f"{_format_percent(report.kv_cache_usage.mean)} mean, {_format_percent(report.kv_cache_usage.max)} max",
+        ),
+        Fact("running", f"{_format_value(report.running.mean)} mean, {_format_value(report.running.max)} max"),
+        Fact("waiting", f"{_format_value(report.waiting.mean)} mean, {_format_value(report.waiting.max)} max"),
+        Fact("steps", f"{counts.num_steps:,}, running {_format_percent(report.busy)} of the time"),
         Fact(
             "rows per step",
-            f"{_text(report.rows_per_step.mean)} mean, {_text(report.rows_per_step.max)} max; "
-            f"{_percent(report.slots_used)} of the sequence slots",
+            f"{_format_value(report.rows_per_step.mean)} mean, {_format_value(report.rows_per_step.max)} max; "
+            f"{_format_percent(report.slots_used)} of the sequence slots",
         ),
         Fact(
             "tokens per step",
-            f"{_text(report.tokens_per_step.mean)} mean, {_text(report.tokens_per_step.max)} max; "
-            f"{_percent(report.budget_used)} of the token budget",
+            f"{_format_value(report.tokens_per_step.mean)} mean, {_format_value(report.tokens_per_step.max)} max; "
+            f"{_format_percent(report.budget_used)} of the token budget",
         ),
         Fact("preemptions", _preemptions(report)),
-        Fact("recomputed", f"{counts.recomputed_tokens:,} tokens, {_percent(report.recomputed_share)} of all computed"),
-        *_swapped(counts),
-        Fact("prefix hit rate", _percent(report.prefix_hit_rate)),
+        Fact(
+            "recomputed",
+            f"{counts.recomputed_tokens:,} tokens, {_format_percent(report.recomputed_share)} of all computed",
+        ),
+        *_swap_facts(counts),
+        Fact("prefix hit rate", _format_percent(report.prefix_hit_rate)),
     ]
     if report.price_per_million_output_tokens.value is not None:
-        found.append(Fact("price", f"{_text(report.price_per_million_output_tokens)} per million output tokens"))
+        found.append(
+            Fact("price", f"{_format_value(report.price_per_million_output_tokens)} per million output tokens")
+        )
     return found
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """The value as text with at least three digits."""
     if value is None:
         return NOTHING
@@ -98,40 +108,40 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """The duration as text; in milliseconds below one second."""
-    return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
+    return f"{format_number(seconds)} s" if seconds >= 1 else f"{format_number(seconds * 1e3)} ms"
 
 
 def _latency_row(name: str, found: Distribution) -> LatencyRow:
     estimates = [getattr(found, column) for column in COLUMNS]
     in_seconds = max((each.value for each in estimates if each.value is not None), default=0.0) >= _IN_SECONDS_FROM
     unit, factor = ("s", 1.0) if in_seconds else ("ms", 1e3)
-    return LatencyRow(f"{name}, {unit}", tuple(_cell(each, factor) for each in estimates))
+    return LatencyRow(f"{name}, {unit}", tuple(_make_cell(each, factor) for each in estimates))
 
 
-def _cell(estimate: Estimate, factor: float) -> Cell:
+def _make_cell(estimate: Estimate, factor: float) -> Cell:
     if estimate.value is None:
         return Cell(NOTHING)
-    return Cell(number(estimate.value * factor), _interval(estimate, factor))
+    return Cell(format_number(estimate.value * factor), _format_interval(estimate, factor))
 
 
-def _interval(estimate: Estimate, factor: float = 1.0) -> str:
+def _format_interval(estimate: Estimate, factor: float = 1.0) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
-    return f"{number(estimate.low * factor)}-{number(estimate.high * factor)}"
+    return f"{format_number(estimate.low * factor)}-{format_number(estimate.high * factor)}"
 
 
-def _text(estimate: Estimate) -> str:
-    interval = _interval(estimate)
-    return number(estimate.value) + (f" ({interval})" if interval else "")
+def _format_value(estimate: Estimate) -> str:
+    interval = _format_interval(estimate)
+    return format_number(estimate.value) + (f" ({interval})" if interval else "")
 
 
-def _percent(estimate: Estimate) -> str:
+def _format_percent(estimate: Estimate) -> str:
     if estimate.value is None:
         return NOTHING
-    interval = _interval(estimate, 100)
-    return f"{number(estimate.value * 100)} %" + (f" ({interval})" if interval else "")
+    interval = _format_interval(estimate, 100)
+    return f"{format_number(estimate.value * 100)} %" + (f" ({interval})" if interval else "")
 
 
 def _reasons(report: Report) -> str:
@@ -146,7 +156,7 @@ def _preemptions(report: Report) -> str:
     return f"{sum(causes.values()):,}: " + ", ".join(f"{name} {count:,}" for name, count in causes.items())
 
 
-def _swapped(counts: Counts) -> list[Fact]:
+def _swap_facts(counts: Counts) -> list[Fact]:
     """Decisions on the KV of preempted requests, and copied blocks; empty without host memory."""
     found = []
     if counts.preemption_decisions:
@@ -158,5 +168,5 @@ def _swapped(counts: Counts) -> list[Fact]:
     return found
 
 
-def _number_of(count: int, noun: str) -> str:
+def _count_with_noun(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"

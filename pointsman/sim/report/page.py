@@ -13,9 +13,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.sim.report.chart import COLOURS, MARKS, Axis, grid, steps, text
-from pointsman.sim.report.course import Levels, averaged, courses, downsampled, levels, scaled, span, total
-from pointsman.sim.report.layout import COLUMNS, duration, facts, latency_rows
+from pointsman.sim.report.chart import COLOURS, MARKS, Axis, escape_text, grid, step_path
+from pointsman.sim.report.course import (
+    Levels,
+    average_levels,
+    courses,
+    downsample_levels,
+    levels,
+    scale_levels,
+    sum_levels,
+    time_span,
+)
+from pointsman.sim.report.layout import COLUMNS, facts, format_duration, latency_rows
 from pointsman.sim.report.summary import DEFINITIONS, Report
 from pointsman.sim.simulator import Outcome
 
@@ -59,10 +68,10 @@ STYLE = COLOURS + _TEXT + MARKS
 
 def write_html(report: Report, outcome: Outcome, path: Path | str, *, title: str = "Simulation") -> None:
     """Write the page: the figures of `report`, and charts of `outcome` (for combined reports, of one seed)."""
-    Path(path).write_text(_page(report, outcome, title), encoding="utf-8", errors="replace")
+    Path(path).write_text(_report_page(report, outcome, title), encoding="utf-8", errors="replace")
 
 
-def document(title: str, parts: Iterable[str]) -> str:
+def html_document(title: str, parts: Iterable[str]) -> str:
     """An HTML page of the given parts, with the style sheet and a content policy that allows only this style sheet."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -71,20 +80,20 @@ def document(title: str, parts: Iterable[str]) -> str:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
-            f"<h1>{text(title)}</h1>",
+            f"<title>{escape_text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<h1>{escape_text(title)}</h1>",
             *parts,
             "</main>\n</body>\n</html>\n",
         ]
     )
 
 
-def _page(report: Report, outcome: Outcome, title: str) -> str:
+def _report_page(report: Report, outcome: Outcome, title: str) -> str:
     notes = [*report.notes, "Charts show one of the seeds."] if report.num_seeds > 1 else report.notes
-    return document(
+    return html_document(
         title,
         [
-            *(f'<p class="note">{text(note)}</p>' for note in notes),
+            *(f'<p class="note">{escape_text(note)}</p>' for note in notes),
             "<h2>Latency</h2>",
             _latency_table(report),
             "<h2>Throughput, load and cost</h2>",
@@ -93,12 +102,12 @@ def _page(report: Report, outcome: Outcome, title: str) -> str:
             '<div class="charts">',
             *_charts(report, outcome),
             "</div>",
-            _refused(outcome),
+            _refused_list(outcome),
             "<h2>What the figures mean</h2>",
             "<dl>",
-            *(f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in DEFINITIONS.items()),
+            *(f"<dt>{escape_text(name)}</dt><dd>{escape_text(meaning)}</dd>" for name, meaning in DEFINITIONS.items()),
             "</dl>",
-            f'<p class="dim">{text(report.method)}</p>',
+            f'<p class="dim">{escape_text(report.method)}</p>',
         ],
     )
 
@@ -106,7 +115,7 @@ def _page(report: Report, outcome: Outcome, title: str) -> str:
 def _latency_table(report: Report) -> str:
     head = "".join(f'<th scope="col">{column}</th>' for column in COLUMNS)
     rows = [
-        f'<tr><th scope="row">{text(row.name)}</th>'
+        f'<tr><th scope="row">{escape_text(row.name)}</th>'
         + "".join(f"<td>{cell.value}<small>{cell.interval}</small></td>" for cell in row.cells)
         + "</tr>"
         for row in latency_rows(report)
@@ -116,16 +125,17 @@ def _latency_table(report: Report) -> str:
 
 
 def _facts(report: Report) -> str:
-    rows = "".join(f"<dt>{text(fact.name)}</dt><dd>{text(fact.text)}</dd>" for fact in facts(report))
+    rows = "".join(f"<dt>{escape_text(fact.name)}</dt><dd>{escape_text(fact.text)}</dd>" for fact in facts(report))
     return f"<dl>{rows}</dl>"
 
 
-def _refused(outcome: Outcome) -> str:
+def _refused_list(outcome: Outcome) -> str:
     refused = outcome.refused
     if not refused:
         return ""
     rows = "".join(
-        f"<dt><bdi>{text(name)}</bdi></dt><dd><bdi>{text(why)}</bdi></dd>" for name, why in refused[:MAX_REFUSED]
+        f"<dt><bdi>{escape_text(name)}</bdi></dt><dd><bdi>{escape_text(why)}</bdi></dd>"
+        for name, why in refused[:MAX_REFUSED]
     )
     rest = len(refused) - MAX_REFUSED
     more = f'<p class="dim">and {rest} more</p>' if rest > 0 else ""
@@ -136,27 +146,27 @@ def _refused(outcome: Outcome) -> str:
 
 
 def _charts(report: Report, outcome: Outcome) -> list[str]:
-    timings, (begin, end) = outcome.timings, span(outcome)
+    timings, (begin, end) = outcome.timings, time_span(outcome)
     ttft = timings.first_token[: timings.count] - timings.arrival[: timings.count]
     ttft = ttft[~np.isnan(ttft)]
     runs = courses(outcome)
-    running = total([levels(run, run.num_rows, begin, end) for run in runs])
-    waiting = total([levels(run, run.num_waiting, begin, end) for run in runs])
-    usage = scaled(total([levels(run, run.kv_cache_usage, begin, end) for run in runs]), 100 / len(runs))
-    tokens = total([levels(run, run.num_tokens / run.num_steps, begin, end) for run in runs])
-    tokens = scaled(tokens, 1 / len(runs))
+    running = sum_levels([levels(run, run.num_rows, begin, end) for run in runs])
+    waiting = sum_levels([levels(run, run.num_waiting, begin, end) for run in runs])
+    usage = scale_levels(sum_levels([levels(run, run.kv_cache_usage, begin, end) for run in runs]), 100 / len(runs))
+    tokens = sum_levels([levels(run, run.num_tokens / run.num_steps, begin, end) for run in runs])
+    tokens = scale_levels(tokens, 1 / len(runs))
     of_all = "" if len(runs) == 1 else ", all replicas"
     mean = "" if len(runs) == 1 else ", mean of the replicas"
     return [
-        _cdf("TTFT", ttft, np.ones(len(ttft), dtype=np.int64), report.targets.ttft),
-        _cdf("ITL, per gap", *timings.gaps(), report.targets.itl),
-        _over_time(f"Running and waiting requests{of_all}", [("running", running), ("waiting", waiting)], begin),
-        _over_time(f"KV use, %{mean}", [("", usage)], begin, highest=100.0),
-        _over_time(f"Tokens per step{mean}", [("", tokens)], begin),
+        _cdf_chart("TTFT", ttft, np.ones(len(ttft), dtype=np.int64), report.targets.ttft),
+        _cdf_chart("ITL, per gap", *timings.gaps(), report.targets.itl),
+        _time_chart(f"Running and waiting requests{of_all}", [("running", running), ("waiting", waiting)], begin),
+        _time_chart(f"KV use, %{mean}", [("", usage)], begin, highest=100.0),
+        _time_chart(f"Tokens per step{mean}", [("", tokens)], begin),
     ]
 
 
-def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None) -> str:
+def _cdf_chart(name: str, values: FloatArray, counts: Int64Array, target: float | None) -> str:
     """A chart of the share of values that are at most as large as each value."""
     caption = f"{name}: share of values up to a duration"
     if not len(values):
@@ -174,17 +184,17 @@ def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None
     low = low if is_log else 0.0
     across = Axis(low * factor, max(high * factor, 1e-9), _LEFT, _RIGHT, is_log)
     up = Axis(0, 100, _BOTTOM, _TOP)
-    path = steps(across.place(values * factor), up.place(shares), from_y=_BOTTOM)
+    path = step_path(across.positions(values * factor), up.positions(shares), from_y=_BOTTOM)
     parts = [grid(across, up, "s" if in_seconds else "ms", "%"), f'<path class="line one" d="{path}"/>']
     legend = ""
     if target is not None:
-        x = float(across.place([target * factor])[0])
+        x = float(across.positions([target * factor])[0])
         parts.append(f'<path class="target" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>')
-        legend = f"dashed: the target, {duration(target)}"
+        legend = f"dashed: the target, {format_duration(target)}"
     return _figure(caption, "".join(parts), legend)
 
 
-def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, highest: float = 0.0) -> str:
+def _time_chart(caption: str, lines: list[tuple[str, Levels]], begin: float, *, highest: float = 0.0) -> str:
     end = lines[0][1].end
     if end <= begin:
         return _figure(caption, "", "nothing to show")
@@ -196,23 +206,23 @@ def _over_time(caption: str, lines: list[tuple[str, Levels]], begin: float, *, h
     for (name, line), style in zip(lines, ("one", "two"), strict=False):
         shown = [(f"line {style}", line)]
         if len(line.times) > 2 * _STRETCHES:
-            shown = [(f"line faint {style}", downsampled(line, MAX_POINTS))]
-            shown.append((f"line {style}", averaged(line, _STRETCHES)))
+            shown = [(f"line faint {style}", downsample_levels(line, MAX_POINTS))]
+            shown.append((f"line {style}", average_levels(line, _STRETCHES)))
         for classes, course in shown:
-            x = across.place((np.append(course.times, end) - begin) / divisor)
-            y = up.place(np.append(course.values, course.values[-1]))
-            parts.append(f'<path class="{classes}" d="{steps(x, y, from_y=y[0])}"/>')
+            x = across.positions((np.append(course.times, end) - begin) / divisor)
+            y = up.positions(np.append(course.values, course.values[-1]))
+            parts.append(f'<path class="{classes}" d="{step_path(x, y, from_y=y[0])}"/>')
         if name:
             keys.append(f'<span class="key-{style}">{name}</span>')
     if any(len(line.times) > 2 * _STRETCHES for _, line in lines):
-        keys.append(f"faint: every value; line: mean over each {duration((end - begin) / _STRETCHES)}")
+        keys.append(f"faint: every value; line: mean over each {format_duration((end - begin) / _STRETCHES)}")
     return _figure(caption, "".join(parts), ", ".join(keys))
 
 
 def _figure(caption: str, drawing: str, legend: str) -> str:
     picture = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(caption)}">{drawing}</svg>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape_text(caption)}">{drawing}</svg>'
         if drawing
         else ""
     )
-    return f'<figure><h3>{text(caption)}</h3>{picture}<figcaption class="dim">{legend}</figcaption></figure>'
+    return f'<figure><h3>{escape_text(caption)}</h3>{picture}<figcaption class="dim">{legend}</figcaption></figure>'

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pointsman.sim.outcome import REASONS, UNFINISHED
-from pointsman.sim.report.course import FloatArray, Int64Array, courses, downsampled, levels, span
+from pointsman.sim.report.course import FloatArray, Int64Array, courses, downsample_levels, levels, time_span
 from pointsman.sim.simulator import Outcome
 
 MAX_REQUESTS = 2000
@@ -53,7 +53,7 @@ def process_name(process: int, name: str) -> dict[str, Any]:
 
 
 def _counters(outcome: Outcome, max_points: int) -> list[dict[str, Any]]:
-    begin, end = span(outcome)
+    begin, end = time_span(outcome)
     events = []
     for index, run in enumerate(courses(outcome)):
         usage: FloatArray = 100 * run.kv_cache_usage
@@ -63,7 +63,7 @@ def _counters(outcome: Outcome, max_points: int) -> list[dict[str, Any]]:
             "KV use, %": usage,
         }
         for name, values in counters.items():
-            course = downsampled(levels(run, values, begin, end), max_points)
+            course = downsample_levels(levels(run, values, begin, end), max_points)
             events += [
                 {"ph": "C", "pid": index, "name": name, "ts": _microseconds(time, begin), "args": {"value": value}}
                 for time, value in zip(course.times.tolist(), course.values.round(2).tolist(), strict=True)
@@ -73,7 +73,7 @@ def _counters(outcome: Outcome, max_points: int) -> list[dict[str, Any]]:
 
 def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
     timings = outcome.timings
-    begin, end = span(outcome)
+    begin, end = time_span(outcome)
     tracks = Tracks()
     events: list[dict[str, Any]] = []
     for number in range(shown):
@@ -86,7 +86,7 @@ def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
         elif np.isnan(last):  # the request was refused
             last = float(stops[0])
         ends = [_microseconds(last if np.isnan(stop) else float(stop), begin) for stop in (*stops, last)]
-        track = tracks.take(process, ends[0], ends[-1])
+        track = tracks.assign_track(process, ends[0], ends[-1])
         common = {"ph": "X", "pid": process, "tid": track}
         about = {
             "prompt_tokens": int(timings.num_prompt_tokens[number]),
@@ -108,7 +108,7 @@ class Tracks:
     def __init__(self) -> None:
         self._busy: dict[int, list[tuple[int, int]]] = {}  # by process, a heap of (end, track)
 
-    def take(self, process: int, start: int, end: int) -> int:
+    def assign_track(self, process: int, start: int, end: int) -> int:
         """The track for a slice from `start` to `end`: the track that has been free for longest, or a new one. Calls
         must be in the order of `start`."""
         busy = self._busy.setdefault(process, [])

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pointsman.core import FinishReason, PreemptionCause, SchedulerConfig, SchedulerStats
 from pointsman.sim.outcome import REASONS, UNFINISHED, Timings
-from pointsman.sim.report.course import Course, courses, levels, scaled, span, total
+from pointsman.sim.report.course import Course, courses, levels, scale_levels, sum_levels, time_span
 from pointsman.sim.report.intervals import (
     MIN_BEYOND,
     MIN_BLOCKS,
@@ -30,9 +30,9 @@ from pointsman.sim.report.intervals import (
     Estimate,
     choose_num_blocks,
     consecutive_blocks,
-    distribution,
+    estimate_distribution,
+    estimate_share,
     over_seeds,
-    share,
 )
 from pointsman.sim.simulator import Outcome
 
@@ -202,7 +202,7 @@ def figures(
     load = _over_time(outcome, runs)
 
     def of_requests(values: FloatArray) -> Distribution:
-        return distribution(values, None, blocks, draws)
+        return estimate_distribution(values, None, blocks, draws)
 
     counts = _counts(outcome, timings, stats, is_finished, is_refused)
     seconds = outcome.seconds
@@ -224,7 +224,7 @@ def figures(
         total_tokens_per_second=_ratio(counts.generated_tokens + prompts, seconds),
         ttft=of_requests(first - arrival),
         tpot=of_requests(np.where(is_finished & (num_output > 1), (last - first) / later, np.nan)),
-        itl=distribution(gaps, gap_counts, _gap_blocks(runs, len(gaps), draws.num_blocks), draws),
+        itl=estimate_distribution(gaps, gap_counts, _gap_blocks(runs, len(gaps), draws.num_blocks), draws),
         e2e=of_requests(np.where(is_finished, last - arrival, np.nan)),
         queue=of_requests(scheduled - arrival),
         targets=targets,
@@ -233,8 +233,8 @@ def figures(
         running=load.running,
         waiting=load.waiting,
         busy=load.busy,
-        rows_per_step=Level(_ratio(int(rows @ steps), num_steps), _max(rows)),
-        tokens_per_step=Level(_ratio(num_tokens, num_steps), _max(tokens / np.maximum(steps, 1))),
+        rows_per_step=Level(_ratio(int(rows @ steps), num_steps), _max_or_none(rows)),
+        tokens_per_step=Level(_ratio(num_tokens, num_steps), _max_or_none(tokens / np.maximum(steps, 1))),
         budget_used=_ratio(num_tokens, num_steps * config.max_num_batched_tokens),
         slots_used=_ratio(int(rows @ steps), num_steps * config.num_sequence_slots),
         recomputed_share=_ratio(counts.recomputed_tokens, num_tokens),
@@ -245,7 +245,7 @@ def figures(
     )
 
 
-def met(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
+def meets_targets(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
     """Whether each request finished and met every target, as for the goodput, [requests]. `timings` must be closed."""
     count = timings.count
     arrival, is_good = timings.arrival[:count], _is_finished(timings)
@@ -276,8 +276,8 @@ def combine(reports: Sequence[Report]) -> Report:
     for report in reports:
         if (report.num_replicas, report.targets) != (first.num_replicas, first.targets):
             raise ValueError(
-                f"reports of {first.num_replicas} replicas and {first.targets}, and of {report.num_replicas} and "
-                f"{report.targets}: only runs that differ in their seed can be combined"
+                f"one report has {first.num_replicas} replicas and {first.targets}, another has {report.num_replicas} "
+                f"and {report.targets}; combine only reports of runs that differ in nothing but their seed"
             )
     if len(reports) == 1:
         return first
@@ -342,10 +342,13 @@ def _goodput(
     seconds: float,
 ) -> Goodput:
     count = timings.count
-    is_good = met(timings, targets)
-    found = share(is_good, blocks, draws)
+    is_good = meets_targets(timings, targets)
+    found = estimate_share(is_good, blocks, draws)
     rate = count / seconds if seconds else math.nan
-    return Goodput(found, Estimate(_times(found.value, rate), _times(found.low, rate), _times(found.high, rate)))
+    return Goodput(
+        found,
+        Estimate(_scale_or_none(found.value, rate), _scale_or_none(found.low, rate), _scale_or_none(found.high, rate)),
+    )
 
 
 def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
@@ -372,11 +375,11 @@ def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int
 
 
 def _over_time(outcome: Outcome, runs: Sequence[Course]) -> _Load:
-    begin, end = span(outcome)
-    running = total([levels(run, run.num_rows, begin, end) for run in runs])
-    waiting = total([levels(run, run.num_waiting, begin, end) for run in runs])
+    begin, end = time_span(outcome)
+    running = sum_levels([levels(run, run.num_rows, begin, end) for run in runs])
+    waiting = sum_levels([levels(run, run.num_waiting, begin, end) for run in runs])
     usage = [levels(run, run.kv_cache_usage, begin, end) for run in runs]
-    mean = scaled(total(usage), 1 / len(runs))
+    mean = scale_levels(sum_levels(usage), 1 / len(runs))
     busy = sum(float((run.end - run.start).sum()) for run in runs)
     return _Load(
         Level(Estimate(running.mean), Estimate(running.max)),
@@ -424,7 +427,7 @@ def _concatenate(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(columns) if columns else np.zeros(0)
 
 
-def _max(values: npt.NDArray[Any]) -> Estimate:
+def _max_or_none(values: npt.NDArray[Any]) -> Estimate:
     return Estimate(float(values.max())) if len(values) else NONE
 
 
@@ -432,7 +435,7 @@ def _ratio(part: float, whole: float) -> Estimate:
     return Estimate(part / whole) if whole else NONE
 
 
-def _times(value: float | None, factor: float) -> float | None:
+def _scale_or_none(value: float | None, factor: float) -> float | None:
     return None if value is None or math.isnan(factor) else value * factor
 
 

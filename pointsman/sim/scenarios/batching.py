@@ -6,8 +6,8 @@ from functools import partial
 from itertools import pairwise
 
 from pointsman.core import SchedulerConfig
-from pointsman.sim.report.course import Levels, courses, levels, scaled, span, total
-from pointsman.sim.report.layout import number
+from pointsman.sim.report.course import Levels, courses, levels, scale_levels, sum_levels, time_span
+from pointsman.sim.report.layout import format_number
 from pointsman.sim.scenarios.scenario import (
     Bars,
     Check,
@@ -18,9 +18,9 @@ from pointsman.sim.scenarios.scenario import (
     Run,
     Scenario,
     Variant,
+    format_ratio,
     mean_e2e,
     settings,
-    times,
 )
 from pointsman.sim.scenarios.workloads import Stream, Streams, backlog
 from pointsman.sim.simulator import Outcome
@@ -41,9 +41,9 @@ def _one_long_seven_short(seed: int) -> Workload:
 
 
 def _slots(outcome: Outcome, config: SchedulerConfig) -> Levels:
-    begin, end = span(outcome)
-    rows = total([levels(run, run.num_rows, begin, end) for run in courses(outcome)])
-    return scaled(rows, 100 / config.num_sequence_slots)
+    begin, end = time_span(outcome)
+    rows = sum_levels([levels(run, run.num_rows, begin, end) for run in courses(outcome)])
+    return scale_levels(rows, 100 / config.num_sequence_slots)
 
 
 def _check_static(found: Finding) -> list[Check]:
@@ -63,8 +63,10 @@ def _check_static(found: Finding) -> list[Check]:
             abs(continuous - 0.95) < 0.03,
             found.text(_USED, _CONTINUOUS, _EXAMPLE),
         ),
-        Check("it serves 5 to 10 times as many requests there", 5 <= gain <= 10, times(gain)),
-        Check("so it does wherever output lengths are mixed", 5 <= chat_gain <= 10, f"{times(chat_gain)} with chat"),
+        Check("it serves 5 to 10 times as many requests there", 5 <= gain <= 10, format_ratio(gain)),
+        Check(
+            "so it does wherever output lengths are mixed", 5 <= chat_gain <= 10, f"{format_ratio(chat_gain)} with chat"
+        ),
         Check(
             "its mean latency is lower",
             faster < slower,
@@ -125,11 +127,11 @@ def _beside_decodes(seed: int) -> Workload:
 
 
 def _ttft_of(stream: str, run: Run) -> float:
-    return float(run.ttft[run.of(stream)].max())
+    return float(run.ttft[run.is_of_streams(stream)].max())
 
 
 def _longest_gap(run: Run) -> float:
-    return float(run.outcome.timings.max_gap[run.of(_DECODES)].max())
+    return float(run.outcome.timings.max_gap[run.is_of_streams(_DECODES)].max())
 
 
 def _chunked(budget: int) -> SchedulerConfig:
@@ -168,8 +170,8 @@ def _check_chunks(found: Finding) -> list[Check]:
         Check(
             "every step along the curve trades one for the other",
             all(large < 0.95 * small for small, large in pairwise(ttfts)),
-            f"beyond {_SIZES[knee]} tokens the TTFT falls by {number(100 * (1 - min(ttfts) / ttfts[knee]))} % in all, "
-            f"while the longest ITL grows {times(gaps[-1] / gaps[knee])}",
+            f"beyond {_SIZES[knee]} tokens the TTFT falls by {format_number(100 * (1 - min(ttfts) / ttfts[knee]))} % "
+            f"in all, while the longest ITL grows {format_ratio(gaps[-1] / gaps[knee])}",
         ),
         Check(
             "chunks reduce the TTFT of a short prompt behind the long one",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pointsman.sim.report.chart import COLOURS, MARKS, Axis, grid, steps, text
-from pointsman.sim.report.course import averaged, downsampled
-from pointsman.sim.report.page import document
+from pointsman.sim.report.chart import COLOURS, MARKS, Axis, escape_text, grid, step_path
+from pointsman.sim.report.course import average_levels, downsample_levels
+from pointsman.sim.report.page import html_document
 from pointsman.sim.scenarios.scenario import Bars, Course, Finding, Panel, Points, Row
 
 _WIDTH, _GAP, _MARGIN = 440, 24, 12
@@ -35,7 +35,7 @@ def picture(finding: Finding) -> str:
             parts.append(f'<g transform="translate({_MARGIN + place * (_WIDTH + _GAP)} {y})">{drawing}</g>')
         y += max(height for _, height in pair) + _GAP
     width, height = 2 * (_MARGIN + _WIDTH) + _GAP, y - _GAP + _MARGIN
-    label = text(f"Figures of the scenario {finding.scenario.name}")
+    label = escape_text(f"Figures of the scenario {finding.scenario.name}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
         f"{''.join(parts)}</svg>"
@@ -55,22 +55,22 @@ def write_page(finding: Finding, path: Path | str, notes: tuple[str, ...] = ()) 
     """Write the whole finding as one HTML file."""
     scenario = finding.scenario
     body = [
-        f"<p>{text(scenario.claim)}</p>",
-        f'<p class="dim">Source: {text(scenario.source)}. {text(scenario.setting)}</p>',
-        *(f'<p class="note">{text(note)}</p>' for note in notes),
+        f"<p>{escape_text(scenario.claim)}</p>",
+        f'<p class="dim">Source: {escape_text(scenario.source)}. {escape_text(scenario.setting)}</p>',
+        *(f'<p class="note">{escape_text(note)}</p>' for note in notes),
         "<h2>Figures</h2>",
         _table(finding),
         "<h2>The claim, part by part</h2>",
         "<dl>",
         *(
-            f"<dt>{verdict(check.holds)}</dt><dd>{text(check.claim)}: {text(check.figures)}</dd>"
+            f"<dt>{verdict(check.holds)}</dt><dd>{escape_text(check.claim)}: {escape_text(check.figures)}</dd>"
             for check in finding.checks
         ),
         "</dl>",
         "<h2>Picture</h2>",
         f"<figure>{picture(finding)}</figure>",
     ]
-    Path(path).write_text(document(f"Scenario: {scenario.name}", body), encoding="utf-8", errors="replace")
+    Path(path).write_text(html_document(f"Scenario: {scenario.name}", body), encoding="utf-8", errors="replace")
 
 
 def verdict(holds: bool) -> str:
@@ -80,10 +80,12 @@ def verdict(holds: bool) -> str:
 
 def _table(finding: Finding) -> str:
     figures = finding.scenario.figures
-    head = "".join(f'<th scope="col">{text(figure.name)}</th>' for figure in figures)
+    head = "".join(f'<th scope="col">{escape_text(figure.name)}</th>' for figure in figures)
     rows = [
-        f'<tr><th scope="row">{text(_name(row))}</th>'
-        + "".join(f"<td>{text(figure.text(each))}</td>" for figure, each in zip(figures, row.values, strict=True))
+        f'<tr><th scope="row">{escape_text(_name(row))}</th>'
+        + "".join(
+            f"<td>{escape_text(figure.text(each))}</td>" for figure, each in zip(figures, row.values, strict=True)
+        )
         + "</tr>"
         for row in finding.rows
     ]
@@ -106,8 +108,8 @@ def _panel(finding: Finding, panel: Panel) -> tuple[str, int]:
     return _points(finding, panel) if isinstance(panel, Points) else _course(finding, panel)
 
 
-def _head(caption: str, y: int = 13) -> str:
-    return f'<text class="head" x="0" y="{y}">{text(caption)}</text>'
+def _caption_line(caption: str, y: int = 13) -> str:
+    return f'<text class="head" x="0" y="{y}">{escape_text(caption)}</text>'
 
 
 def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
@@ -121,7 +123,7 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
     longest: dict[str, float] = {}
     for row, value in zip(finding.rows, values, strict=True):
         longest[row.variant.load] = max(longest.get(row.variant.load, 0.0), value or 0.0)
-    caption = _head(panel.figure)
+    caption = _caption_line(panel.figure)
     if figure.unit == "%":
         longest = dict.fromkeys(longest, max(longest.values()))
     elif len(longest) > 1:  # bars compare the variants of a workload
@@ -130,13 +132,13 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
     for row, value, label in zip(finding.rows, values, labels, strict=True):
         if row.variant.load != load:
             load = row.variant.load
-            parts.append(f'<text x="0" y="{y + 14}">{text(load)}</text>')
+            parts.append(f'<text x="0" y="{y + 14}">{escape_text(load)}</text>')
             y += _LOAD
         length = max_length * (value or 0.0) / (longest[load] or 1.0)
         parts.append(
-            f'<text class="name" x="{left - 6}" y="{y + 10}" text-anchor="end">{text(row.variant.name)}</text>'
+            f'<text class="name" x="{left - 6}" y="{y + 10}" text-anchor="end">{escape_text(row.variant.name)}</text>'
             f'<rect class="bar" x="{left}" y="{y}" width="{length:.1f}" height="{_BAR}"/>'
-            f'<text class="value" x="{left + length + 5:.1f}" y="{y + 10}">{text(label)}</text>'
+            f'<text class="value" x="{left + length + 5:.1f}" y="{y + 10}">{escape_text(label)}</text>'
         )
         y += _BAR + _BAR_GAP
     return "".join(parts), y
@@ -147,7 +149,7 @@ def _points(finding: Finding, panel: Points) -> tuple[str, int]:
     up, y, y_unit = _axis(finding, panel, panel.up, _BOTTOM, _TOP)
     path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in zip(x, y, strict=True))
     parts = [
-        _head(f"{panel.up} over {panel.across}"),
+        _caption_line(f"{panel.up} over {panel.across}"),
         grid(across, up, f"{panel.across}, {x_unit}", y_unit),
         f'<path class="line one faint" d="{path}"/>',
     ]
@@ -155,13 +157,13 @@ def _points(finding: Finding, panel: Points) -> tuple[str, int]:
         label = py + 16 if place % 2 else py - 7  # neighbours' names do not touch
         parts.append(
             f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>'
-            f'<text class="name" x="{px + 3:.1f}" y="{label:.1f}">{text(name)}</text>'
+            f'<text class="name" x="{px + 3:.1f}" y="{label:.1f}">{escape_text(name)}</text>'
         )
     return "".join(parts), _CHART
 
 
 def _axis(finding: Finding, panel: Points, name: str, start: int, stop: int) -> tuple[Axis, list[float], str]:
-    """The axis of the figure `name`, the positions of the variants on the axis, and the axis' unit."""
+    """The axis for the figure called `name`, each variant's position on this axis, and the figure's unit."""
     unit = next(figure.unit for figure in finding.scenario.figures if figure.name == name)
     values = np.array([finding.value(name, variant, panel.load) for variant in panel.variants])
     is_log = values.min() > 0 and values.max() / values.min() > _LOG_FROM
@@ -172,7 +174,7 @@ def _axis(finding: Finding, panel: Points, name: str, start: int, stop: int) -> 
         values = values * 100
     low, high = (values.min() / 1.2, values.max() * 1.2) if is_log else (0.0, values.max() * 1.05)
     axis = Axis(float(low), float(high), start, stop, bool(is_log))
-    return axis, axis.place(values).tolist(), shown
+    return axis, axis.positions(values).tolist(), shown
 
 
 def _course(finding: Finding, panel: Course) -> tuple[str, int]:
@@ -180,15 +182,18 @@ def _course(finding: Finding, panel: Course) -> tuple[str, int]:
     lines = [(row, panel.read(row.outcome, row.variant.config)) for row in rows]
     begin, end = float(lines[0][1].times[0]), max(line.end for _, line in lines)
     across, up = Axis(0, end - begin, _LEFT, _RIGHT), Axis(0, 100, _BOTTOM, _TOP)
-    parts, key = [_head(panel.caption), grid(across, up, "s", "")], _LEFT
+    parts, key = [_caption_line(panel.caption), grid(across, up, "s", "")], _LEFT
     for (row, line), style in zip(lines, ("one", "two"), strict=False):
         shown = [(f"line {style}", line)]
         if len(line.times) > 2 * _STRETCHES:
-            shown = [(f"line faint {style}", downsampled(line, _MAX_POINTS)), (shown[0][0], averaged(line, _STRETCHES))]
+            shown = [
+                (f"line faint {style}", downsample_levels(line, _MAX_POINTS)),
+                (shown[0][0], average_levels(line, _STRETCHES)),
+            ]
         for classes, course in shown:
-            x = across.place(np.append(course.times, course.end) - begin)
-            y = up.place(np.append(course.values, 0.0))
-            parts.append(f'<path class="{classes}" d="{steps(x, y, from_y=float(y[0]))}"/>')
-        parts.append(f'<text class="key-{style}" x="{key}" y="{_BOTTOM + 28}">{text(row.variant.name)}</text>')
+            x = across.positions(np.append(course.times, course.end) - begin)
+            y = up.positions(np.append(course.values, 0.0))
+            parts.append(f'<path class="{classes}" d="{step_path(x, y, from_y=float(y[0]))}"/>')
+        parts.append(f'<text class="key-{style}" x="{key}" y="{_BOTTOM + 28}">{escape_text(row.variant.name)}</text>')
         key += math.ceil(_CHARACTER * len(row.variant.name)) + 16
     return "".join(parts), _CHART

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from pointsman.sim.report.layout import number
+from pointsman.sim.report.layout import format_number
 from pointsman.sim.scenarios.scenario import (
     RTX_4090_BLOCKS,
     Bars,
@@ -15,13 +15,13 @@ from pointsman.sim.scenarios.scenario import (
     Run,
     Scenario,
     Variant,
+    format_ratio,
     itl_p99,
     mean_e2e,
     output_rate,
     preemptions,
     recomputed,
     settings,
-    times,
     ttft_p99,
 )
 from pointsman.sim.scenarios.workloads import arriving, backlog
@@ -152,7 +152,8 @@ def _check_full(found: Finding) -> list[Check]:
         Check(
             "the check prevents that",
             all(found.value(_RECOMPUTED, _FULL, load) < _THRASH / 10 for load in _LOADS),
-            f"at most {number(100 * max(found.value(_RECOMPUTED, _FULL, load) for load in _LOADS))} % recomputed",
+            f"at most {format_number(100 * max(found.value(_RECOMPUTED, _FULL, load) for load in _LOADS))} % "
+            "recomputed",
         ),
         Check(
             "it need not count what admitted prompts still lack",
@@ -246,8 +247,8 @@ def _check_recovery(found: Finding) -> list[Check]:
         Check(
             "they must be generated again, token by token",
             max(found.value(_TWICE, row.variant.name, row.variant.load) for row in found.rows) > 0,
-            f"{number(sum(found.value(_TWICE, row.variant.name, row.variant.load) for row in found.rows))} tokens "
-            "generated twice",
+            f"{format_number(sum(found.value(_TWICE, row.variant.name, row.variant.load) for row in found.rows))} "
+            "tokens generated twice",
         ),
     ]
 
@@ -305,8 +306,9 @@ def _check_responses(found: Finding) -> list[Check]:
         Check(
             f"fewer preemptions with {name}",
             found.value(_PREEMPTIONS, name) < 0.8 * before,
-            f"{found.text(_PREEMPTIONS, name)} of {number(before)}; TTFT p99 {found.text(_TTFT, name)} (as it is: "
-            f"{found.text(_TTFT, _AS_IS)}), {found.text(_RATE, name)} output tokens/s ({found.text(_RATE, _AS_IS)})",
+            f"{found.text(_PREEMPTIONS, name)} of {format_number(before)}; TTFT p99 {found.text(_TTFT, name)} (as it "
+            f"is: {found.text(_TTFT, _AS_IS)}), {found.text(_RATE, name)} output tokens/s "
+            f"({found.text(_RATE, _AS_IS)})",
         )
         for name in (*_RESPONSES, _GROWTH)
     ]
@@ -322,7 +324,7 @@ def _check_responses(found: Finding) -> list[Check]:
         Check(
             "more capacity costs the most device time",
             prices[-1] == max(prices),
-            f"{times(prices[-1] / found.value(_PRICE, _AS_IS))} the device time of a token, and TTFT p99 "
+            f"{format_ratio(prices[-1] / found.value(_PRICE, _AS_IS))} the device time of a token, and TTFT p99 "
             f"{found.text(_TTFT, _MORE)}",
         ),
         Check(

@@ -7,7 +7,7 @@ import math
 from functools import partial
 
 from pointsman.core.presets import PRESETS
-from pointsman.sim.report.layout import number
+from pointsman.sim.report.layout import format_number
 from pointsman.sim.scenarios.scenario import (
     Bars,
     Check,
@@ -79,7 +79,8 @@ def _check_settings(found: Finding) -> list[Check]:
                 f"{preset} does no harm elsewhere",
                 losses[worst] > -_HARM and not refused,
                 f"worst on {worst}: {figure} {found.text(figure, preset, worst)}, "
-                f"{found.text(figure, _DEFAULT, worst)} with the default; {number(refused)} requests are refused",
+                f"{found.text(figure, _DEFAULT, worst)} with the default; {format_number(refused)} requests are "
+                "refused",
             )
         )
     return checks

@@ -22,7 +22,7 @@ from pointsman.core import SchedulerConfig, SchedulerStats
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.report.course import Levels
 from pointsman.sim.report.intervals import Estimate, over_seeds
-from pointsman.sim.report.layout import NOTHING, duration, number
+from pointsman.sim.report.layout import NOTHING, format_duration, format_number
 from pointsman.sim.report.summary import Report, figures
 from pointsman.sim.simulator import Outcome, Progress, simulate
 from pointsman.sim.step_time import StepTime
@@ -74,7 +74,7 @@ class Run(NamedTuple):
         """The sum of a scheduler counter over all replicas."""
         return sum(getattr(stats, counter) for stats in self.stats)
 
-    def of(self, *streams: str) -> npt.NDArray[np.bool_]:
+    def is_of_streams(self, *streams: str) -> npt.NDArray[np.bool_]:
         """Whether each request belongs to one of the streams with these names, [requests]."""
         return np.array([request.tenant in streams for request in self.outcome.requests], dtype=bool)
 
@@ -108,7 +108,7 @@ class Figure:
     def text(self, estimate: Estimate) -> str:
         """The value as text, with its unit and, if there is one, its interval."""
         interval = self.interval(estimate)
-        value = NOTHING if estimate.value is None else self.of(estimate.value)
+        value = NOTHING if estimate.value is None else self.format_value(estimate.value)
         return f"{value} ({interval})" if interval else value
 
     def interval(self, estimate: Estimate) -> str:
@@ -117,16 +117,16 @@ class Figure:
             return ""
         factor = 1.0
         if self.unit:
-            factor = 100.0 if self.unit == "%" else 1.0 if estimate.value >= 1 else 1e3  # as in `duration`
-        return f"{number(factor * estimate.low)}-{number(factor * estimate.high)}"
+            factor = 100.0 if self.unit == "%" else 1.0 if estimate.value >= 1 else 1e3  # as in `format_duration`
+        return f"{format_number(factor * estimate.low)}-{format_number(factor * estimate.high)}"
 
-    def of(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A value as text, with its unit; NaN: there is no value."""
         if math.isnan(value):
             return NOTHING
         if self.unit == "s":
-            return duration(value)
-        return f"{number(100 * value)} %" if self.unit == "%" else number(value)
+            return format_duration(value)
+        return f"{format_number(100 * value)} %" if self.unit == "%" else format_number(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class Scenario:
     def __post_init__(self) -> None:
         names = [(variant.load, variant.name) for variant in self.variants]
         if len(set(names)) < len(names):
-            raise ValueError(f"scenario {self.name}: two variants of a workload have one name")
+            raise ValueError(f"scenario {self.name}: two variants of one workload have the same name; rename one")
 
     @property
     def num_requests(self) -> int | None:
@@ -205,7 +205,7 @@ class Scenario:
             progress: as in `simulate`, with the number of finished requests of all simulations so far.
         """
         if not seeds:
-            raise ValueError("no seeds; give at least one")
+            raise ValueError("seeds is empty; give at least one seed")
         rows: list[Row] = []
         num_done = 0
         for variant in self.variants:
@@ -261,7 +261,7 @@ class Finding:
 
     def text(self, figure: str, variant: str, load: str = "") -> str:
         """A figure of a variant as text, with its unit."""
-        return self.scenario.figures[self._index_of(figure)].of(self.value(figure, variant, load))
+        return self.scenario.figures[self._index_of(figure)].format_value(self.value(figure, variant, load))
 
     def column(self, figure: str, load: str = "") -> list[float]:
         """A figure of all variants of a workload."""
@@ -340,6 +340,6 @@ def quantile(values: FloatArray, share: float) -> float | None:
     return float(np.quantile(values, share)) if len(values) else None
 
 
-def times(value: float) -> str:
+def format_ratio(value: float) -> str:
     """A ratio as text, such as "1.5 times"."""
-    return f"{number(value)} times"
+    return f"{format_number(value)} times"

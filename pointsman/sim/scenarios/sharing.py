@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from pointsman.sim.report.layout import number
+from pointsman.sim.report.layout import format_number
 from pointsman.sim.scenarios.scenario import (
     Bars,
     Check,
@@ -14,9 +14,9 @@ from pointsman.sim.scenarios.scenario import (
     Run,
     Scenario,
     Variant,
+    format_ratio,
     output_rate,
     settings,
-    times,
     ttft_p99,
 )
 from pointsman.sim.scenarios.workloads import arriving, conversations
@@ -69,19 +69,19 @@ def _found_share(run: Run) -> float | None:
     return run.total("prefix_hits") / looked_up if looked_up else None
 
 
-def _computed(run: Run) -> float:
+def _computed_prompt_tokens(run: Run) -> float:
     """Number of computed prompt tokens, including tokens recomputed after a preemption."""
     return run.total("num_scheduled_tokens") - run.report.counts.generated_tokens + run.report.counts.arrived
 
 
 def _prefix_times(run: Run) -> float | None:
-    """How often the tokens of the system prompt were computed; None: some requests have several turns, or no system
-    prompt."""
+    """Number of times that the system prompt was computed. None: not known, because some requests have several turns or
+    no system prompt."""
     requests = run.outcome.requests
     if any(request.turns or not request.block_hash_ids for request in requests):
         return None
     own = sum(request.num_prompt_tokens - _SYSTEM_PROMPT for request in requests)
-    return (_computed(run) - own) / _SYSTEM_PROMPT
+    return (_computed_prompt_tokens(run) - own) / _SYSTEM_PROMPT
 
 
 def _check_reuse(found: Finding) -> list[Check]:
@@ -105,13 +105,13 @@ def _check_reuse(found: Finding) -> list[Check]:
         Check(
             "in a short pool, too, nothing is computed again",
             found.value(_COMPUTED, _ON, _SHORT_POOL) < 1.05 * found.value(_COMPUTED, _ON, _TALK),
-            f"{times(found.value(_COMPUTED, _ON, _SHORT_POOL) / found.value(_COMPUTED, _ON, _TALK))} the prompt tokens "
-            f"of the large pool, as entries are evicted; still TTFT p50 {both(_TTFT, _SHORT_POOL)}",
+            f"{format_ratio(found.value(_COMPUTED, _ON, _SHORT_POOL) / found.value(_COMPUTED, _ON, _TALK))} the prompt "
+            f"tokens of the large pool, as entries are evicted; still TTFT p50 {both(_TTFT, _SHORT_POOL)}",
         ),
         Check(
             "where nothing is shared it costs no device time",
             lost < 0.01,
-            f"{number(100 * max(lost, 0.0))} % of the output tokens/s; TTFT p50 {both(_TTFT, _UNRELATED)}",
+            f"{format_number(100 * max(lost, 0.0))} % of the output tokens/s; TTFT p50 {both(_TTFT, _UNRELATED)}",
         ),
     ]
 
@@ -131,7 +131,7 @@ PREFIX_REUSE = Scenario(
     ),
     figures=(
         Figure(_FOUND, "%", _found_share),
-        Figure(_COMPUTED, "", _computed),
+        Figure(_COMPUTED, "", _computed_prompt_tokens),
         Figure(_TIMES, "", _prefix_times),
         Figure(_TTFT, "s", lambda run: run.report.ttft.p50.value),
         Figure(_TTFT_P99, "s", ttft_p99),

@@ -36,11 +36,11 @@ def _batch_and_urgent(seed: int) -> Workload:
 
 
 def _ttft(stream: str, share: float, run: Run) -> float | None:
-    return quantile(run.ttft[run.of(stream)], share)
+    return quantile(run.ttft[run.is_of_streams(stream)], share)
 
 
 def _mean_e2e(stream: str, run: Run) -> float | None:
-    return float(run.e2e[run.of(stream)].mean())
+    return float(run.e2e[run.is_of_streams(stream)].mean())
 
 
 def _check_inversion(found: Finding) -> list[Check]:

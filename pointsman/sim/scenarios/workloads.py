@@ -1,7 +1,7 @@
 """Workloads of scenarios: streams of generated requests, several of them together.
 
-A stream's `tenant` is its name: figures can be read for one stream (`Run.of`). Short names of distributions and arrival
-processes are those of `distributions.py`.
+A stream's `tenant` is its name: figures can be read for one stream (`Run.is_of_streams`). Short names of distributions
+and arrival processes are those of `distributions.py`.
 """
 
 from __future__ import annotations
