@@ -280,7 +280,10 @@ class _Chains:
             Broken: lines are missing, or the prompt has more than `max_blocks` ids.
         """
         pieces = [range(first, first + num_new), *self._ids_up_to(parent)]
-        if num_new < 0 or (count := sum(map(len, pieces))) > max_blocks:
+        if num_new < 0:
+            raise Broken(f"the prompt has {num_new} new blocks; the number must be 0 or more")
+        count = sum(map(len, pieces))
+        if count > max_blocks:
             raise Broken(f"with {num_new} new blocks the prompt has {count} blocks, but it fills only {max_blocks}")
         if num_new:
             next_id = self._next
