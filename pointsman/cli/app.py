@@ -396,7 +396,8 @@ def _default_model() -> str:
     model = served_by_default()
     if model == "demo":
         logging.getLogger("pointsman").info(
-            "serving the demo model, which knows nothing; one that answers questions: pointsman models get %s", SERVED
+            "serving the demo model, which cannot answer questions; to install one that can: pointsman models get %s",
+            SERVED,
         )
     return model
 
@@ -418,17 +419,17 @@ def _workload(
     sampling: Sampling,
 ) -> Workload:
     if sum(source is not None for source in (prompt or None, prompts, trace)) > 1:
-        raise CommandError("--prompt, --prompts and --trace each say what to run; give one of them")
+        raise CommandError("--prompt, --prompts and --trace exclude each other; give only one of them")
     if trace is None and (speed is not None or limit is not None):
         raise CommandError(f"--{'speed' if speed is not None else 'limit'} needs a trace; give --trace FILE too")
     if trace is not None:
         speed = 1.0 if speed is None else speed
         if not 0.0 <= speed < float("inf"):
-            raise CommandError(f"--speed is {speed:g}; it must be 0 (all at once) or more")
+            raise CommandError(f"--speed is {speed:g}; it must be at least 0 (0: all requests arrive at the start)")
         if limit is not None and limit < 1:
             raise CommandError(f"--limit is {limit}; it must be at least 1")
         if sampling.stop:
-            raise CommandError("--stop has no effect on a trace, which says how long its outputs are; leave it out")
+            raise CommandError("--stop has no effect with --trace, which sets the output lengths; leave --stop out")
         return trace_workload(trace, speed, limit, seed, sampling)
     if prompts is not None:
         return prompts_workload(prompts, sampling)

@@ -184,7 +184,8 @@ def calibrate(
             notes.append(note)
         elif gpu_memory_utilization is not None:
             raise CommandError(
-                "--gpu-memory-utilization only serves to estimate --num-blocks from --model and --device"
+                "--gpu-memory-utilization has no effect: it only serves to estimate --num-blocks from --model and "
+                "--device; leave it out, or give --model and --device without --num-blocks"
             )
         with _progress() as progress:
             found = fit(log, settings, train=train, estimate=estimate, progress=progress)

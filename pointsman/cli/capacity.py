@@ -63,27 +63,28 @@ def run_capacity(
     for option, load in (("--requests-per-second", rate), ("--users", users)):
         if load is not None and low == high:
             raise CommandError(
-                f"{option} has no effect with a fixed number of replicas, for which it is found; give a range like "
-                "--replicas 1-16"
+                f"{option} has no effect with a fixed number of replicas, because the search finds this value; leave "
+                f"{option} out, or give a range like --replicas 1-16"
             )
     if asks_users and rate is not None:
-        raise CommandError("--requests-per-second has no effect beside --users or --think; give one of them")
+        raise CommandError("--requests-per-second has no effect with --users or --think; leave it out")
     if asks_users and users is None and low < high:
-        raise CommandError("--think with a range of replicas needs --users: for how many users is the range?")
+        raise CommandError("--think with a range of --replicas needs the number of users; give --users too")
     if rate is not None and not 0 < rate < math.inf:
         raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
     if not 0 < tolerance < math.inf:
-        raise CommandError(f"--tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+        raise CommandError(f"--tolerance is {tolerance}; it must be above 0, like 0.02 for a bracket of 2 %")
     if not 0 < share <= 1:
         raise CommandError(f"--share is {share}; it must be above 0 and at most 1")
     if num_requests is not None and num_requests < 2:
-        raise CommandError(f"--requests is {num_requests}; it must be at least 2, and thousands tell more")
+        raise CommandError(f"--requests is {num_requests}; it must be at least 2; give thousands for a reliable result")
     service = what_serves(options, preset)
     num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
     arriving = what_arrives(options, num_requests, asks_users=asks_users)
     if arriving.rate == math.inf and not asks_users:
         raise CommandError(
-            f"{options['trace']}: its requests all arrive at once, so they have no rate; give --arrivals instead"
+            f"--trace is {options['trace']}, whose requests all arrive at the same time and so have no rate; give "
+            "--arrivals instead"
         )
     search = _Search(
         service,

@@ -137,7 +137,7 @@ class Chat:
         try:
             chunk = json.loads(data)
             if "error" in chunk:
-                raise TurnError(f"the server broke off: {_error_text(chunk)}")
+                raise TurnError(f"the server stopped the completion: {_error_text(chunk)}")
             for choice in chunk["choices"]:
                 self.end = choice.get("finish_reason") or self.end
                 if text := choice["delta"].get("content"):
@@ -159,9 +159,9 @@ def choose_model(client: httpx2.Client, model: str | None) -> str:
     try:
         names = [str(each["id"]) for each in response.json()["data"]]
     except (ValueError, LookupError, TypeError):
-        raise TurnError(f"{place} does not answer as an OpenAI-compatible server", EXIT_BAD_INPUT) from None
+        raise TurnError(f"the server at {place} is not OpenAI-compatible; give another --url", EXIT_BAD_INPUT) from None
     if not names:
-        raise TurnError(f"{place} serves no model")
+        raise TurnError(f"the server at {place} lists no model; check --url")
     if model is None:
         return names[0]
     if model not in names:
@@ -233,7 +233,7 @@ def _client(url: str, api_key: str | None) -> httpx2.Client:
     except httpx2.InvalidURL as error:
         raise CommandError(f"--url is {url!r}: {error}; write for example http://127.0.0.1:8000") from None
     if base.scheme not in ("http", "https") or not base.host:
-        raise CommandError(f"--url is {url!r}; write for example http://127.0.0.1:8000")
+        raise CommandError(f"--url is {url!r}, not an HTTP address; write for example http://127.0.0.1:8000")
     headers = {}
     if api_key:
         if not (api_key.isascii() and api_key.isprintable()):

@@ -62,7 +62,7 @@ def read_config(path: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
         place = f"{path}, line {mark.line + 1}" if mark is not None else path
         raise CommandError(f"{place}: not YAML: {shown(getattr(error, 'problem', None) or str(error), 200)}") from None
     except RecursionError:
-        raise CommandError(f"{path}: lists within lists, deeper than can be read; write one option a line") from None
+        raise CommandError(f"{path}: its lists are nested too deeply; write one option per line") from None
     if entries is None:
         raise CommandError(f'{path} is not a mapping; write one option a line, like "max_num_seqs: 64"')
     return _checked(path, entries, options)
@@ -86,7 +86,9 @@ def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] |
             place = f"{path}, line {key.start_mark.line + 1}"
             parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
             if not all(isinstance(one, yaml.ScalarNode) for one in (key, *parts)):
-                raise CommandError(f"{place}: {shown(str(key.value))} is neither a value nor a list of values")
+                raise CommandError(
+                    f"{place}: {shown(str(key.value))} has a nested value; write a single value or a list like [a, b]"
+                )
             try:
                 entries.append(
                     (key.start_mark.line + 1, loader.construct_object(key), loader.construct_object(value, deep=True))
@@ -111,7 +113,7 @@ def _checked(
         if name not in options:
             raise CommandError(f"{place}: {represented(key)} is not an option{_nearest(name[:80], options)}")
         if name in lines:
-            raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
+            raise CommandError(f"{place}: {key} was set in line {lines[name]} already; remove one of the two lines")
         lines[name] = line
         if value is not None:
             values[name] = typed(place, name, value, options[name])

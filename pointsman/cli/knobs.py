@@ -50,14 +50,16 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
             raise ValueError(f"--threads is {num_threads}; it must be at least 1")
         arguments["num_threads"] = num_threads
     if arguments.get("stream_interval", 1) < 1:
-        raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1: every token")
+        raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1 (every token)")
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
     if "speculative_config" in arguments:
         speculative_config = json_object("speculative_config", arguments.pop("speculative_config"))
         arguments |= speculation_knobs(speculative_config, arguments)
     if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
-        raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
+        raise ValueError(
+            f"--watchdog-seconds is {arguments['watchdog_seconds']}; it must be at least 0 (0: no watchdog)"
+        )
     for name in SIZES & arguments.keys():
         arguments[name] = size(arguments[name], name)
     if "kv_cache_bytes" in arguments and "num_blocks" in arguments:
@@ -152,7 +154,7 @@ def token_limits(names: Sequence[str]) -> list[str]:
         return list(names)
     if len(names) > 1:
         others = ", ".join(name for name in names if name != NO_LIMITS) or NO_LIMITS
-        raise ValueError(f"--token-limit {NO_LIMITS} leaves no limit, and {others} is given too; give one of them")
+        raise ValueError(f"--token-limit {NO_LIMITS} excludes all other limits, but {others} is given; leave one out")
     return []
 
 

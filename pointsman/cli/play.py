@@ -54,12 +54,14 @@ def play(
         return _serve(live_server(socket), open_page=open_page)
     if sandbox:
         if beside is not None:
-            raise CommandError(f"{beside} is a second run, and a sandbox starts from one; leave it out")
+            raise CommandError(f"{beside} is a second film, but --sandbox starts from at most one; leave {beside} out")
         if out is not None:
             raise CommandError("--out writes a page, and --sandbox serves one; leave one of them out")
         return _serve(open_sandbox(file, port or 0), open_page=open_page)
     if port is not None:
-        raise CommandError(f"--port is {port}, and applies only to --sandbox; add that, or leave it out")
+        raise CommandError(
+            f"--port is {port}, but has an effect only with --sandbox; add --sandbox, or leave --port out"
+        )
     if file is None:
         raise CommandError("there is nothing to play; give a film or a recording, --sandbox, or --socket")
     sources = [Path(name) for name in (file, beside) if name is not None]

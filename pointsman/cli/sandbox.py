@@ -36,7 +36,7 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
         CommandError: the file cannot be used, or the port is taken.
     """
     if not 0 <= port < 1 << 16:
-        raise CommandError(f"--port is {port}; it must be between 0 (a free one) and 65535")
+        raise CommandError(f"--port is {port}; it must be between 0 (any free port) and 65535")
     scene, about = (None, "") if file is None else scene_of(Path(file))
     try:
         return sandbox_server(Sandbox(scene, commands=commands, about=about), title=_title(file), port=port)

@@ -117,17 +117,17 @@ def _check_run_options(values: dict[str, Any]) -> None:
     interval, retries, record = (values.get(name) for name in ("log_stats_interval", "max_step_retries", "record"))
     if interval is not None:
         if not 0 <= interval < float("inf"):
-            raise ValueError(f"--log-stats-interval is {interval:g}; it must be 0 (no lines) or more seconds")
+            raise ValueError(f"--log-stats-interval is {interval:g}; it must be at least 0 seconds (0: no lines)")
         values["log_stats_interval"] = interval or None
     if retries is not None and retries < 0:
-        raise ValueError(f"--max-step-retries is {retries}; it must be 0 (the engine dies at once) or more")
+        raise ValueError(f"--max-step-retries is {retries}; it must be at least 0 (0: no retries)")
     if (restarts := values.get("max_engine_restarts")) is not None and restarts < 0:
-        raise ValueError(f"--max-engine-restarts is {restarts}; it must be 0 (a dead engine stays dead) or more")
+        raise ValueError(f"--max-engine-restarts is {restarts}; it must be at least 0 (0: no restarts)")
     if (resumes := values.get("max_resumes")) is not None and resumes < 0:
-        raise ValueError(f"--max-resumes is {resumes}; it must be 0 (a death ends its requests) or more")
+        raise ValueError(f"--max-resumes is {resumes}; it must be at least 0 (0: requests of a dead engine fail)")
     if (timeout := values.get("engine_timeout")) and not MIN_TIMEOUT <= timeout < float("inf"):
         raise ValueError(
-            f"--engine-timeout is {timeout:g}; it must be {MIN_TIMEOUT:g} seconds or more, or 0 (no engine is ended)"
+            f"--engine-timeout is {timeout:g}; it must be at least {MIN_TIMEOUT:g} seconds, or 0 (no timeout)"
         )
     if (when_full := values.get("record_when_full")) is not None:
         if when_full not in get_args(WhenFull):
@@ -182,7 +182,7 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     if variable is not None:
         if not variable.strip():
             which = API_KEY_VARIABLE if kind == "api" else OPERATOR_KEY_VARIABLE
-            raise CommandError(f"the variable {which} is empty; put a key into it, or unset it")
+            raise CommandError(f"the environment variable {which} is empty; set it to a key, or unset it")
         return (variable.strip(),), ("",)
     return (), ()
 
@@ -197,9 +197,9 @@ def _named(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str
     for place, (number, line) in enumerate(lines, 1):
         name, colon, key = (part.strip() for part in line.partition(":"))
         if colon and not (name and key):
-            lacks = "key behind" if name else "name before"
+            lacks = "key after" if name else "name before"
             raise CommandError(
-                f"{path}, line {number}: API key {place} has no {lacks} its colon; write NAME:KEY, or KEY alone"
+                f"{path}, line {number}: API key {place} has no {lacks} the colon; write NAME:KEY, or KEY alone"
             )
         keys.append(key if colon else name)
         names.append(name if colon else "")

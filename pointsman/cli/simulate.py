@@ -65,7 +65,7 @@ def run_simulation(
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
     check_seeds(seeds, options)
     if film is not None and replicas > 1:
-        raise CommandError(f"--film is about one scheduler, and --replicas is {replicas}; give --replicas 1")
+        raise CommandError(f"--film records one scheduler, but --replicas is {replicas}; give --replicas 1")
     for path in (html, perfetto, film):
         check_writable(path)
     service = what_serves(options, preset)
@@ -73,7 +73,7 @@ def run_simulation(
     arriving = [what_arrives({**options, "seed": first + place}) for place in range(seeds)]
     title = arriving[0].title if seeds == 1 else f"{arriving[0].title}, seeds {first} to {first + seeds - 1}"
     if not 0 < speed < math.inf:
-        raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the source")
+        raise CommandError(f"--rate is {speed}; it must be above 0, like 2 for twice the speed")
     if not as_json:
         print_setting(service, replace(arriving[0], title=title), replicas, speed)
     workloads = [each.at_speed(speed) for each in arriving]
@@ -167,7 +167,9 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
     if options.get("seed", 0) < 0:
         raise CommandError(f"--seed is {options['seed']}; it must be at least 0")
     if seeds > 1 and "trace" in options and "think" not in options:
-        raise CommandError(f"--seeds is {seeds}, and a trace has the same requests with every seed; leave it out")
+        raise CommandError(
+            f"--seeds is {seeds}, but --trace gives the same requests with every seed; leave --seeds out"
+        )
 
 
 def print_setting(

@@ -163,8 +163,8 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
                 raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
     if asks_users and "arrivals" in options:  # --users, if given, was refused above
         raise CommandError(
-            "--arrivals has no effect beside --think: a user's next request comes after the output of the last one and "
-            "a thinking time; give one of them, or --sessions for conversations that arrive"
+            "--arrivals has no effect with --think: a user's next request arrives a thinking time after the last "
+            "output; leave one of them out, or add --sessions for conversations that start at these arrival times"
         )
     for name, wanted in _NEEDS.items():
         if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
@@ -316,8 +316,8 @@ def _check_retention_is_read(retention: float, eviction: str) -> None:
     policy = built_in("eviction", eviction.partition(":")[0])  # another policy may read it
     if policy is not None and "retention" not in policy.reads:
         raise CommandError(
-            f"--retention is {retention:g}, and the eviction policy {eviction} reads none; leave it out, or give "
-            "--eviction retention too"
+            f"--retention is {retention:g}, but the eviction policy {eviction} does not read it; leave it out, or add "
+            "--eviction retention"
         )
 
 
@@ -334,7 +334,9 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     shape = model_shape(options.get("model", MODEL)) if has_model else None
     longest = UNBOUNDED_MODEL_LEN if shape is None else shape.max_model_len
     if shape is not None and knobs.get("max_model_len", 0) > longest:
-        raise CommandError(f"--max-model-len is {knobs['max_model_len']}; {shape.name} holds at most {longest} tokens")
+        raise CommandError(
+            f"--max-model-len is {knobs['max_model_len']}; {shape.name} supports at most {longest} tokens; lower it"
+        )
     if profile is not None:
         knobs = {**_as_calibrated(profile.settings, longest), **knobs}
         if has_model and "num_blocks" not in options:  # blocks are then those of one group, see `KvMemory`
@@ -368,7 +370,8 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     if "kv_offload_bytes" in options:
         if shape is None or on is None:
             raise CommandError(
-                "--kv-offload-bytes needs the size of the KV and the link to the host: give --model and --device"
+                "--kv-offload-bytes needs the model's KV size and the device's bandwidth to its host; give --model and "
+                "--device"
             )
         host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
     check_host_memory(host_memory, config)

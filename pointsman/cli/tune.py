@@ -70,7 +70,7 @@ def run_tune(
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
     speed = options.get("rate", 1.0)
     if not 0 < speed < math.inf:
-        raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the trace")
+        raise CommandError(f"--rate is {speed}; it must be above 0, like 2 for twice the speed")
     for name, value, least in (
         ("--trials", num_trials, 1),
         ("--requests", num_requests, MIN_REQUESTS),

@@ -125,8 +125,8 @@ def record(socket: str, path: str, seconds: float | None) -> int:
     if not done["num_steps"]:
         Path(path).unlink(missing_ok=True)
         raise CommandError(
-            f"no request came while it was recorded, so nothing was recorded. Send requests after the line with "
-            f'"recording". {NEVER_EMPTY}',
+            "no request arrived during the recording, so nothing was recorded. Send requests after the line that "
+            f'begins with "recording". {NEVER_EMPTY}',
             EXIT_FAILED,
         )
     _say(f"{done['num_steps']} steps in {path}, {done['num_bytes']} bytes: pointsman replay {path}")
@@ -262,7 +262,8 @@ def _stats(values: Mapping[str, Any]) -> SchedulerStats:
     names = {field.name for field in fields(SchedulerStats)}
     if missing := names - values.keys():
         raise ValueError(
-            f"the Pointsman inside vLLM reports no {min(missing)}, it is of another version; install the same in both"
+            f"the Pointsman inside vLLM has another version: it does not report {min(missing)}; install the same "
+            "version for vLLM and for this command"
         )
     return SchedulerStats(**{name: values[name] for name in names})
 

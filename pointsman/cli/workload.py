@@ -158,7 +158,7 @@ def prompts_workload(path: str, sampling: Sampling) -> Workload:
     """
     lines = list(_lines(path))
     if not lines:
-        raise CommandError(f'{path}: no prompts in it; write a prompt a line, or JSON lines with a field "prompt"')
+        raise CommandError(f'{path} has no prompts; write one prompt per line, or JSON lines with a field "prompt"')
     if not lines[0][1].lstrip().startswith("{"):
         return _texts([(text, None, f"{path}, line {number}") for number, text in lines], sampling)
     workload = Workload(jobs=[])
@@ -170,7 +170,7 @@ def prompts_workload(path: str, sampling: Sampling) -> Workload:
             fields = _prompt_fields(text)
             request_id = fields.get("request_id", request_id)
             if request_id in taken:
-                raise ValueError(f"request_id {request_id!r} is taken by an earlier line; give each its own")
+                raise ValueError(f"request_id {request_id!r} is already used by an earlier line; choose another id")
             job = _job(request_id, fields, place, sampling)
         except ValueError as error:
             workload.problems.append(Problem(request_id, f"{place}: {shown(str(error), MAX_MESSAGE)}"))
@@ -271,33 +271,33 @@ def _prompt_fields(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f'a JSON {type(fields).__name__}; write an object with a field "prompt"')
+        raise ValueError(f'the line is a JSON {type(fields).__name__}; write an object with a field "prompt"')
     if unknown := [name for name in fields if name not in PROMPT_FIELDS]:
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(PROMPT_FIELDS)}")
     request_id = fields.get("request_id", "")
     if not isinstance(request_id, str) or ("request_id" in fields and not request_id):
-        raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+        raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
     _check_unicode("the request_id", request_id)
     return fields
 
 
 def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling) -> Job:
     if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        raise ValueError('give either "prompt" or "prompt_token_ids"')
+        raise ValueError('the line must have exactly one of the fields "prompt" and "prompt_token_ids"')
     prompt = fields.get("prompt", fields.get("prompt_token_ids"))
     if "prompt" in fields and not isinstance(prompt, str):
         raise ValueError(f'"prompt" is {prompt!r}; it must be a string')
     if "prompt_token_ids" in fields and not (
         isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
     ):
-        raise ValueError('"prompt_token_ids" must be a list of whole numbers')
+        raise ValueError('"prompt_token_ids" must be a list of integers')
     if isinstance(prompt, str):
         _check_text(prompt)
     elif not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     priority = fields.get("priority", 0)
     if not isinstance(priority, int) or isinstance(priority, bool):
-        raise ValueError(f'"priority" is {priority!r}; it must be a whole number, smaller being more urgent')
+        raise ValueError(f'"priority" is {priority!r}; it must be an integer (smaller: more urgent)')
     tenant, target = fields.get("tenant", ""), fields.get("ttft_target")
     if not isinstance(tenant, str):
         raise ValueError(f'"tenant" is {tenant!r}; it must be a string')

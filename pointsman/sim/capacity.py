@@ -280,4 +280,4 @@ def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
 
 def _check_tolerance(tolerance: float) -> None:
     if not 0 < tolerance < math.inf:
-        raise SimulationError(f"tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+        raise SimulationError(f"tolerance is {tolerance}; it must be above 0, like 0.02 for a bracket of 2 %")

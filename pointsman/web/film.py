@@ -165,7 +165,7 @@ def _film_errors() -> Iterator[None]:
     except FilmError:
         raise
     except (IndexError, KeyError, ValueError, OverflowError) as error:
-        raise FilmError(f"the film contradicts itself ({type(error).__name__}: {error}); it is broken") from error
+        raise FilmError(f"the film contradicts itself ({type(error).__name__}: {error}); the film is broken") from error
 
 
 _NAMED = {
@@ -227,7 +227,7 @@ class Film:
                 self._count_memory(BYTES_A_REQUEST * max(map(len, columns.values())))
             elif kind == "E":
                 if columns is None:
-                    raise FilmError("events come before the requests that they are about; the film is broken")
+                    raise FilmError("events precede the requests to which they belong; the film is broken")
                 chunk = _Chunk(*unpack("E", data))
                 self._count_columns(chunk.events)
                 self._count_memory(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
@@ -285,22 +285,22 @@ class Film:
             for name in ("request", "key_running", "key_waiting", "key_parked", "skipped_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.requests):
-                    raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
+                    raise FilmError(f"column {name!r} names a request that is not in the film; the film is broken")
             for name, what in _NAMED.items():
                 numbers, plus = chunk.events[name], name in _PLUS_ONE
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.header["names"][what]) + plus:
-                    raise FilmError(f"column {name!r} has a number that names nothing; the film is broken")
+                    raise FilmError(f"column {name!r} has a number without a name in the header; the film is broken")
             for name in ("deferred_holder", "preempted_by", "step_blocker", "key_flight_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= len(self.requests):
-                    raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
+                    raise FilmError(f"column {name!r} names a request that is not in the film; the film is broken")
             for name, numbers in chunk.events.items():
                 if name in _COUNTS and len(numbers) and numbers.min() < 0:
                     raise FilmError(f"column {name!r} has a negative number; the film is broken")
             if len(modes := chunk.events["pause_mode"]) and not 0 <= modes.min() <= modes.max() <= 2:
-                raise FilmError("a pause is of no known kind; the film is broken")
+                raise FilmError("a pause has an unknown mode; the film is broken")
             if len(how := chunk.events["preempted_recovery"]) and not 0 <= how.min() <= how.max() <= 2:
-                raise FilmError("a recovery is of no known kind; the film is broken")
+                raise FilmError("a preemption has an unknown kind of recovery; the film is broken")
 
     def _frames_of(self, index: int) -> Iterator[Frame]:
         events = self._chunks[index].events

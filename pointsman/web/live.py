@@ -134,7 +134,9 @@ class LiveFilm:
 
     def _begin(self, watcher: Hashable) -> _Watcher:
         if len(self._watchers) >= MAX_WATCHERS:
-            raise TooManyWatchers(f"{MAX_WATCHERS} pages watch already; close one of them")
+            raise TooManyWatchers(
+                f"{MAX_WATCHERS} pages, the maximum, already show this engine live; close one of them"
+            )
         if self._recorder is None:
             recorder = FilmRecorder(self._file)
             self._scheduler.start_film(recorder)

@@ -58,7 +58,7 @@ def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
     try:
         config = SchedulerConfig(**{**given, **_ALONE})
     except (ConfigError, TypeError) as error:
-        raise FilmError(f"its settings cannot be used here: {error}") from None
+        raise FilmError(f"the film's settings cannot be used in a sandbox: {error}") from None
     per_step, per_token = _step_seconds(film)
     inputs = _inputs(film)
     arrivals = [each for each in inputs if isinstance(each, Arrival)]

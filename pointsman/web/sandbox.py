@@ -182,10 +182,12 @@ class Sandbox:
         arguments = {key: value for key, value in action.items() if key != "do" and value is not None}
         for key in needed:
             if key not in arguments:
-                raise SandboxError(f"{name} needs {key}; give it")
+                raise SandboxError(f"the action {name} needs the field {key}; give it")
         for key in arguments:
             if key not in needed + others:
-                raise SandboxError(f"{name} has no {key}; it takes {', '.join(needed + others) or 'nothing'}")
+                raise SandboxError(
+                    f"the action {name} has no field {key}; its fields: {', '.join(needed + others) or 'none'}"
+                )
         moment = handler(**arguments)
         played = self._play(moment.scene)
         self._past = [*self._past, self._now][-MAX_UNDO:]
@@ -235,11 +237,13 @@ class Sandbox:
         known = {each.request_id: each for each in self.scene.arrivals}
         name = _text("id", id) if id is not None else next(each for each in _names() if each not in known)
         if name in known:
-            raise SandboxError(f"id is {name!r}, which another request has; choose another id, or leave it out")
+            raise SandboxError(f"id is {name!r}, but another request has this id; choose another, or leave it out")
         now = self.played.now
         time = now if at is None else _number("at", at, 0, MAX_SECONDS)
         if time < now:
-            raise SandboxError(f"at is {time:g} s, and the time is {now:g} s; give that or later, or reset first")
+            raise SandboxError(
+                f"at is {time:g} s, but the time is {now:g} s already; give at least {now:g}, or reset first"
+            )
         num_prompt = _integer("prompt", prompt, 1, MAX_TOKENS)
         num_output = _integer("output", output, 1, MAX_TOKENS)
         num_shared = 0
@@ -247,12 +251,14 @@ class Sandbox:
             other = known.get(_text("like", like))
             if other is None:
                 raise SandboxError(
-                    f"like is {like!r}, and no request has that id; choose one of {_joined_names(known)}"
+                    f"like is {like!r}, but no request has this id; choose one of {_joined_names(known)}"
                 )
             most = min(num_prompt, other.num_prompt_tokens + other.num_output_tokens - 1)
             num_shared = _integer("shared", most if shared is None else shared, 1, most)
         elif shared is not None:
-            raise SandboxError(f"shared is {shared!r}, and like is not given; name the request that it starts like")
+            raise SandboxError(
+                f"shared is {shared!r}, but has no effect without like; give the id of a request in like"
+            )
         arrival = Arrival(
             name,
             num_prompt,
@@ -272,7 +278,7 @@ class Sandbox:
         if cast.request is not None:
             return self._with_input(f"abort {name}", Abortion(name, self.played.now))
         if any(each.starts_like == name for each in self.scene.arrivals):
-            raise SandboxError(f"{name} has not arrived, and another request starts like it; remove that request first")
+            raise SandboxError(f"another request shares the first tokens of {name}; remove this other request first")
         kept = tuple(each for each in self.scene.inputs if each.request_id != name)
         return self._next(f"remove {name}", inputs=kept)
 
@@ -280,7 +286,9 @@ class Sandbox:
         cast = self._unfinished("priority", id)
         name, value = cast.arrival.request_id, _integer("priority", priority, -MAX_INT, MAX_INT)
         if cast.request is None:
-            raise SandboxError(f"{name} arrives at {cast.arrival.at:g} s; step until then, or add it with a priority")
+            raise SandboxError(
+                f"{name} has not arrived; step to {cast.arrival.at:g} s first, or add it with this priority"
+            )
         return self._with_input(f"priority of {name}", Urgency(name, value, self.played.now))
 
     def _unfinished(self, what: str, id: object) -> Cast:
@@ -310,11 +318,11 @@ class Sandbox:
 
     def _check_left(self) -> None:
         if self.played.problem is not None:
-            raise SandboxError(f"the policy failed, so no step follows: {self.played.problem}; change the settings")
+            raise SandboxError(f"a policy failed, so no step can follow: {self.played.problem}; change the settings")
         if self.played.is_over:
-            raise SandboxError("nothing is left to schedule; add a request, or reset")
+            raise SandboxError("there is no unfinished request; add a request, or reset")
         if self.played.num_steps >= MAX_STEPS:
-            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less")
+            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or use fewer requests")
 
     def _reset(self) -> _Moment:
         """Go back to step 0 of the scene: keep all its requests with their arrival times, and remove aborts and
@@ -333,7 +341,7 @@ class Sandbox:
             raise SandboxError(f"settings is {settings!r}; give an object of settings and their values")
         scene = _with_settings(self.scene, settings)
         if _same_settings(scene, self.scene):
-            raise SandboxError("these are the settings already; change one")
+            raise SandboxError("the current settings already have these values; change one")
         return replace(self._now, scene=self._with_current_steps(scene), what="settings")
 
     def _with_current_steps(self, scene: Scene) -> Scene:
@@ -354,7 +362,7 @@ class Sandbox:
     def _what_if(self) -> _Moment:
         """Apply the change of settings that the situation proposes."""
         if self._now.situation is None:
-            raise SandboxError("what_if belongs to a situation; choose one first")
+            raise SandboxError("what_if needs a situation, whose change it applies; choose a situation first")
         return self._set(_situation(self._now.situation).what_if)
 
     # ------------------------------------------------------------------ results
@@ -398,7 +406,7 @@ class Sandbox:
 
     def _bound(self) -> str | None:
         if self.played.num_steps >= MAX_STEPS and not self.played.is_over:
-            return f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less"
+            return f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or use fewer requests"
         return None
 
 

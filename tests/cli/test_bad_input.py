@@ -64,7 +64,9 @@ def test_a_trace_with_a_broken_line_is_refused(pointsman: Run, tmp_path: Path) -
 def test_stop_strings_have_no_effect_on_a_trace(pointsman: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
-    check_refused(pointsman("generate", "--trace", trace, "--stop", "x"), "--stop has no effect on a trace", "leave it")
+    check_refused(
+        pointsman("generate", "--trace", trace, "--stop", "x"), "--stop has no effect with --trace", "leave --stop"
+    )
 
 
 @pytest.mark.parametrize("speed", ["-1", "nan", "inf"])
@@ -168,7 +170,7 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "half a pair \ud800"}), "not Unicode text at character 12"),
         (json.dumps({"prompt": "a", "temperature": 10**400}), "too large"),
         ('{"prompt": "a", "temperature": 1' + "0" * 5000 + "}", "not JSON"),
-        (json.dumps({"prompt_token_ids": [1, 2.5]}), "list of whole numbers"),
+        (json.dumps({"prompt_token_ids": [1, 2.5]}), "list of integers"),
         (json.dumps({"prompt_token_ids": [1, 100_000]}), "vocabulary"),
         (json.dumps({"prompt_token_ids": [1, -2]}), "-2"),
         (json.dumps({"prompt": "x" * 2000}), "2000"),
@@ -185,8 +187,8 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "a", "retention": -1}), '"retention" is -1'),
         (json.dumps({"prompt": "a", "ttft_target": "soon"}), "\"ttft_target\" is 'soon'"),
         (json.dumps({"prompt": "a", "max_token": 3}), "unknown field 'max_token'"),
-        (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'either "prompt" or "prompt_token_ids"'),
-        (json.dumps({"prompt": "a", "request_id": "first"}), "request_id 'first' is taken"),
+        (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'exactly one of the fields "prompt" and'),
+        (json.dumps({"prompt": "a", "request_id": "first"}), "request_id 'first' is already used"),
         (json.dumps({"prompt": "a", "request_id": 3}), "request_id is 3"),
         (json.dumps({"prompt": "a", "request_id": "b\ud800"}), "the request_id is not Unicode text at character 1"),
         ("[1, 2]", "a JSON list"),

@@ -225,8 +225,8 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--requests", "1"], ["--requests is 1", "at least 2"]),
         (["--requests-per-second", "5"], ["--requests-per-second", "--replicas 1-16"]),
         (["--users", "5"], ["--users has no effect", "--replicas 1-16"]),
-        (["--think", "5", "--replicas", "1-3"], ["--think", "needs --users"]),
-        (["--think", "5", "--arrivals", "poisson:9"], ["--arrivals has no effect beside --think", "--sessions"]),
+        (["--think", "5", "--replicas", "1-3"], ["--think", "needs the number of users"]),
+        (["--think", "5", "--arrivals", "poisson:9"], ["--arrivals has no effect with --think", "--sessions"]),
         (["--users", "5", "--replicas", "1-3", "--requests-per-second", "9"], ["--requests-per-second", "--users"]),
         (["--users", "0", "--replicas", "1-3"], ["--users is 0", "at least 1"]),
         (["--replicas", "1-3", "--requests-per-second", "-1"], ["--requests-per-second is -1", "above 0"]),
@@ -246,4 +246,4 @@ def test_bad_capacity_options_are_refused(pointsman: Run, args: list[str], words
 def test_a_trace_whose_requests_have_one_time_is_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 20, "output_length": 6}\n' * 3)
-    check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at once", "--arrivals")
+    check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at the same time", "--arrivals")

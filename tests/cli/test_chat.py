@@ -205,7 +205,7 @@ ERROR = json.dumps({"error": {"message": "the engine\nhas ended", "type": "Inter
 @pytest.mark.parametrize(
     ("answer", "message", "exit_code"),
     [
-        ([SSE, chunk("some"), b"data: " + ERROR + b"\n\n", DONE], "broke off: the engine has ended", 1),
+        ([SSE, chunk("some"), b"data: " + ERROR + b"\n\n", DONE], "stopped the completion: the engine has ended", 1),
         ([SSE, chunk("some")], "the connection ended before the completion", 1),
         ([SSE, chunk("some", "stop")], "the connection ended before the completion", 1),
         ([SSE, b"data: {\n\n", DONE], "sent an invalid chunk", 1),

@@ -323,7 +323,7 @@ def test_keys_of_a_file_may_have_names(tmp_path: Path) -> None:
     assert (server.api_keys, server.tenants) == (("a:b",), ("key-1",))
     for line, lacks in (
         (":secret", "no name before"),
-        ("secret:", "no key behind"),
+        ("secret:", "no key after"),
         ("se/cret:x", "name of API key 2 is"),
     ):
         (tmp_path / "keys").write_text(f"a\n{line}\n")

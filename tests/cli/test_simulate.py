@@ -206,7 +206,7 @@ def test_durations_are_parsed_with_their_units(text: str, value: float) -> None:
         (["--sessions", "5", "--retention", "-1", *RETAINING], ["--retention is -1", "at least 0"]),
         (["--sessions", "5", "--retention", "nan", *RETAINING], ["--retention is nan", "at least 0"]),
         (["--sessions", "5", "--retention", "inf", *RETAINING], ["--retention is inf", "at least 0"]),
-        (["--sessions", "5", "--retention", "5"], ["--retention is 5", "lru reads none", "--eviction retention"]),
+        (["--sessions", "5", "--retention", "5"], ["--retention is 5", "lru does not read it", "--eviction retention"]),
         (["--users", "5", "--arrivals", "poisson:1"], ["--arrivals", "--users", "one of them"]),
         (["--trace", "t", "--requests", "5"], ["--requests", "--trace", "--limit"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),

@@ -167,7 +167,7 @@ def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, ru
 
 
 def test_ctrl_c_before_the_first_step_leaves_no_file(host: Operated, tmp_path: Path) -> None:
-    for is_idle, words in ((False, "there was no moment without requests"), (True, "no request came while it was")):
+    for is_idle, words in ((False, "there was no moment without requests"), (True, "no request arrived during")):
         if is_idle:
             host.run_to_end()
         command = [sys.executable, "-m", "pointsman", "record", "--socket", host.control.path, tmp_path / "r"]

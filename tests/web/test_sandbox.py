@@ -202,7 +202,7 @@ def test_aborts_and_priorities_keep_their_times() -> None:
 def test_aborting_a_future_request_removes_it() -> None:
     sandbox = done({"do": "add", "prompt": 8, "output": 2}, {"do": "add", "prompt": 8, "output": 2, "at": 5})
     sandbox.do({"do": "add", "prompt": 8, "output": 2, "at": 6, "like": "B"})
-    with pytest.raises(SandboxError, match="starts like it"):
+    with pytest.raises(SandboxError, match="shares the first tokens of"):
         sandbox.do({"do": "abort", "id": "B"})
     sandbox.do({"do": "abort", "id": "C"})
     sandbox.do({"do": "abort", "id": "B"})
@@ -320,8 +320,8 @@ A = {"do": "add", "prompt": 64, "output": 20}
 OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([], {"do": "fly"}, "do is 'fly'; choose one of add, abort"),
     ([], {}, "do is None; choose"),
-    ([], {"do": "add", "prompt": 64}, "add needs output; give it"),
-    ([], {**A, "colour": 1}, "add has no colour; it takes prompt, output"),
+    ([], {"do": "add", "prompt": 64}, "the action add needs the field output; give it"),
+    ([], {**A, "colour": 1}, "the action add has no field colour; its fields: prompt, output"),
     ([], {**A, "prompt": 0}, "prompt is 0; it must be between 1 and 100000"),
     ([], {**A, "prompt": "many"}, "prompt is 'many'; it must be an integer between 1 and 100000"),
     ([], {**A, "output": 1.5}, "output is 1.5; it must be an integer"),
@@ -331,25 +331,25 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     (
         [A, {"do": "step"}],
         {**A, "at": 0.001},
-        "at is 0.001 s, and the time is 0.0164 s; give that or later, or reset first",
+        "at is 0.001 s, but the time is 0.0164 s already; give at least 0.0164, or reset first",
     ),
-    ([A], {**A, "id": "A"}, "id is 'A', which another request has; choose another id"),
+    ([A], {**A, "id": "A"}, "id is 'A', but another request has this id; choose another"),
     ([], {**A, "id": "x" * 61}, "it must be 1 to 60 printable characters"),
-    ([A], {**A, "like": "B"}, "like is 'B', and no request has that id; choose one of A"),
+    ([A], {**A, "like": "B"}, "like is 'B', but no request has this id; choose one of A"),
     ([A], {**A, "like": "A", "shared": 65}, "shared is 65; it must be between 1 and 64"),
-    ([A], {**A, "shared": 5}, "shared is 5, and like is not given; name the request"),
+    ([A], {**A, "shared": 5}, "shared is 5, but has no effect without like; give the id of a request"),
     ([], {**A, "priority": 2**31}, "priority is 2147483648; it must be between"),
-    ([], {"do": "step"}, "nothing is left to schedule; add a request, or reset"),
+    ([], {"do": "step"}, "there is no unfinished request; add a request, or reset"),
     ([A], {"do": "step", "count": MAX_STEPS + 1}, f"count is {MAX_STEPS + 1}; it must be between 1 and {MAX_STEPS}"),
     ([A, {"do": "step"}], {"do": "step", "count": MAX_STEPS}, f"give at most {MAX_STEPS - 1}, or reset"),
-    ([A, {"do": "run"}], {"do": "run"}, "nothing is left to schedule"),
+    ([A, {"do": "run"}], {"do": "run"}, "there is no unfinished request"),
     ([A, {"do": "run"}], {"do": "abort", "id": "A"}, "A has finished; undo steps to restore it"),
     ([A], {"do": "abort", "id": "B"}, "no request is called 'B'; choose one of A"),
     ([A], {"do": "priority", "id": "A", "priority": "high"}, "priority is 'high'; it must be an integer"),
     ([], {"do": "situation", "name": "peace"}, "no situation is called 'peace'; choose one of static"),
     ([], {"do": "compare_from_here"}, "already uses these settings; change one first"),
-    ([], {"do": "what_if"}, "what_if belongs to a situation; choose one first"),
-    ([], {"do": "settings", "settings": {}}, "these are the settings already; change one"),
+    ([], {"do": "what_if"}, "what_if needs a situation, whose change it applies; choose a situation first"),
+    ([], {"do": "settings", "settings": {}}, "the current settings already have these values; change one"),
     ([], {"do": "settings", "settings": 3}, "settings is 3; give an object"),
     ([], {"do": "settings", "settings": {"num_blocks": 0}}, "num_blocks is 0; it must be between 1 and 65536"),
     ([], {"do": "settings", "settings": {"num_blocks": "8"}}, "num_blocks is '8'; it must be an integer between"),
