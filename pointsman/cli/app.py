@@ -403,7 +403,8 @@ def _default_model() -> str:
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
-    """The settings for the built-in prompts, except settings that given options set or depend on."""
+    """The knobs with which the built-in prompts run: the limits of a step, and the size of the pool. Each of the two is
+    left out if an option in `given` determines it."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
     pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
     return step | pool

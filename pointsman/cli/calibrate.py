@@ -116,7 +116,7 @@ AsJson = Annotated[
 
 
 def _ignored_settings(given: EngineSettings, recorded: EngineSettings) -> list[str]:
-    """Given settings that differ from the settings in a recording, and are ignored."""
+    """A note for each option that has no effect, because the recording contains another value of this setting."""
     asked, own, default = (asdict(each) for each in (given, recorded, type(given)()))
     return [
         f"{_as_option(name, asked[name])} has no effect: in the recording {name} is {own[name]}"

@@ -281,7 +281,7 @@ def _milliseconds(distribution: Distribution, quantile: str) -> str:
 
 
 def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], problems: list[str]) -> list[str]:
-    """Remarks for the reader, the error of the model first."""
+    """Remarks to print below the table; the first remark has the errors of the simulation with vLLM's own settings."""
     measured, simulated = rows[0].report, rows[1].report
     errors = {
         "TTFT mean": check.ttft_mean_error,

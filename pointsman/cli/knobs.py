@@ -29,7 +29,7 @@ from pointsman.files import represented
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that accept sizes like 64MiB."""
 NO_LIMITS = "none"
-"""Value of the option that means no token limits."""
+"""Value of `--token-limit` that turns all token limits off."""
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
@@ -130,7 +130,7 @@ def json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
-    """(running requests, drafts) pairs of text like 16:2,64:0.
+    """The pairs (number of running requests, number of drafts) in a text like 16:2,64:0.
 
     Raises:
         ValueError: `text` does not have this form.

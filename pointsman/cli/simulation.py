@@ -48,8 +48,8 @@ DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "out
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
 REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
-"""For a search for a number of users with generated requests: the minimum number of requests of each user, and the
-maximum number of all requests to reach this minimum. The search ends at one user for each request."""
+"""Number of generated requests for each user, in a search for the number of users; and the maximum of all requests that
+are generated for this reason. With more users, each sends fewer; the search ends at one request for each user."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNKNOWN_MODEL = "MODEL"
 """Placeholder in a command, if neither an option nor the profile names the model."""
@@ -73,8 +73,8 @@ class Arriving:
     trace: Trace[TraceRequest] | None = None
     """All requests of the trace that can be served, and the number of rows left out; None: there is no trace."""
     of_users: Callable[[int], Workload] | None = None
-    """Function from a number of users to the workload in which they send the requests, each beginning within its first
-    thinking time; None: there are no users."""
+    """Function from a number of users to the workload in which these users send the requests. Each user sends its first
+    request within its first thinking time. None: there are no users."""
     num_left_out: int = 0
     """Number of requests of the trace after the used part."""
     about_trace: str = ""
@@ -140,7 +140,7 @@ _NOT_WITH: dict[str, tuple[str, ...]] = {
     "sessions": ("users", "requests", "limit"),
     "users": ("arrivals", "rate"),
 }
-"""Options that each option excludes, because they have the same meaning or no effect together."""
+"""For each option, the options that cannot be given with it, because only one of the two could have an effect."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "limit": ("trace",),
     "think": ("users", "sessions"),
@@ -241,7 +241,7 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
 
 
 def _parsed(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
-    """The value that the text of an option, or of its default, stands for."""
+    """The value of an option, parsed from the text that was given or from the text of the default."""
     try:
         return parse(options.get(name, {**DEFAULTS, **SESSION_DEFAULTS, "think": "0"}[name]))
     except WorkloadError as error:
@@ -265,8 +265,8 @@ class Service:
     step_time: StepTime
     routing: Callable[[], Routing]
     kv: KvMemory | None
-    """The estimate of memory that gives the number of blocks; None: the number was given, or the pool is never
-    short."""
+    """The estimate of memory from which the number of blocks was computed; None: the number was given, or the pool is
+    never short."""
     kv_text: str
     about_times: str
     """Text about the source of the step times, and their known error."""
@@ -428,14 +428,14 @@ def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile:
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:
-    """Arguments of `num_kv_blocks`: the token budget and the sequence limit of a step. A preset without one of these
-    limits leaves it out, and the estimate of memory then uses its own default."""
+    """The token budget and the sequence limit of a step, as arguments of `num_kv_blocks`. A limit that the preset
+    switches off is left out; `num_kv_blocks` then uses its own default."""
     sizes = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     return {name: size for name, size in sizes.items() if size < NO_LIMIT}
 
 
 def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """Scheduler knobs of a profile's engine: the profile's step times hold for these knobs."""
+    """The scheduler knobs of the engine whose log was profiled: the step times are valid for these knobs."""
     knobs: dict[str, Any] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,

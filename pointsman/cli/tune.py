@@ -30,7 +30,8 @@ from pointsman.sim.vllm_defaults import VLLM_VERSION
 from pointsman.sim.workers import available_cores, workers
 
 PRESET = "vllm"
-"""The search decides as vLLM's own scheduler, so a result is a command line of vLLM if vLLM has the settings."""
+"""Preset of all settings that are not searched: the decisions of vLLM's own scheduler. So a result is also a command
+line for vLLM, if vLLM has the settings."""
 _SMALL = 20_000
 """Number of simulated requests below which starting worker processes takes more time than they save."""
 _ENOUGH = 0.99

@@ -117,7 +117,7 @@ class Sampling:
         """Sampling parameters of one request.
 
         Args:
-            length: the output length of a built-in prompt or a trace; the option can only shorten it.
+            length: the output length of a built-in prompt or a trace; `max_tokens` can only shorten it.
             own: fields of `SamplingParams` that the request itself sets; they override the options.
 
         Raises:

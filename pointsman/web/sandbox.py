@@ -211,7 +211,7 @@ class Sandbox:
             raise SandboxError(str(error)) from None
 
     def _next(self, what: str, **changes: Any) -> _Moment:
-        """The current scene, cut after the steps that were played, with `changes` of its fields."""
+        """The next moment: the current scene with `changes` of its fields, to be played up to the current step."""
         kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 

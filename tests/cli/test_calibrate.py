@@ -34,7 +34,7 @@ def estimates() -> list[LinearStepTime | None]:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None]) -> list[fit.Problem]:
-    """Replaces the search by one that returns the true step times; yields its problems."""
+    """Replaces the search for step times: it returns the true ones. Yields the arguments of all its calls."""
     given: list[fit.Problem] = []
 
     def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> LinearStepTime:
@@ -141,7 +141,7 @@ def test_calibrate_reports_errors_in_one_line(pointsman: Callable[..., Any], log
 
 @pytest.mark.long
 def test_two_processes_find_the_same_fit_and_report_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes find the same as one."""
+    """Two processes find the same step times as one process."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
     monkeypatch.setattr(fit, "FIRST", fit.FIRST[:1])
     monkeypatch.setattr(fit, "MORE", fit.MORE[:1])

@@ -72,7 +72,7 @@ def test_json_has_the_search_interval_and_the_probes(pointsman: Run) -> None:
 
 
 def test_extrapolation_at_the_result_gives_a_warning(pointsman: Run, tmp_path: Path) -> None:
-    """The warning is about the probe that meets the targets, not about those under overload."""
+    """The warning is about the probe that meets the targets, not about overloaded probes."""
     saved = profile(max_rows=4)
     saved.save(tmp_path / "profile.json")
     given = ("capacity", *SMALL, "--ttft-target", "1s", "--profile", tmp_path / "profile.json")
@@ -136,7 +136,7 @@ def test_gaps_that_miss_the_target_have_a_remedy(pointsman: Run) -> None:
 
 
 def test_a_target_on_gaps_differs_from_the_p99_of_all_gaps(pointsman: Run) -> None:
-    """Long prompts delay one token of each other request: most gaps are short, but the longest of a request is not."""
+    """A long prompt delays one token of each other request, so few gaps are long, but most requests have a long gap."""
     lengths = ("--prompt-tokens", 6000, "--output-tokens", 300, "--requests", 60, "--tolerance", 0.5)
     finished = pointsman("capacity", *lengths, "--itl-target", "30ms")
     printed = words(finished)

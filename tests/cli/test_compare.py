@@ -21,7 +21,7 @@ Change = Callable[[list[dict[str, Any]]], object]
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    """Recorded from a server with a small pool, so that requests are preempted."""
+    """The lines of an observed recording. The server has a small pool, so that requests are preempted."""
     return observed_lines(60, num_blocks=90, rate=30.0)
 
 

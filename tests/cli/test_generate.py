@@ -171,7 +171,7 @@ def test_priority_decides_which_request_starts(pointsman: Run, model: str, tmp_p
 
 
 def mooncake_file(tmp_path: Path) -> Path:
-    """Three requests of 100 ms distance; the middle one is longer than the model."""
+    """A Mooncake trace of three requests, 100 ms apart; the second prompt exceeds the model's maximum length."""
     path = tmp_path / "trace.jsonl"
     lengths = [(300, 20), (5000, 20), (310, 30)]
     path.write_text(
@@ -211,7 +211,7 @@ def test_a_trace_arrives_at_its_speed(pointsman: Run, model: str, tmp_path: Path
 
 @pytest.fixture
 def recording(pointsman: Run, model: str, tmp_path: Path) -> Path:
-    """A run under memory pressure."""
+    """The recording of a run with preemptions."""
     path = tmp_path / "run.recording.jsonl"
     args = ["generate", "--model", model, "--prompts", prompts_file(tmp_path), "--json", "--record", path, *PRESSURE]
     finished = pointsman(*args)

@@ -1,4 +1,4 @@
-"""From knobs to arguments of the engine: presets, sizes in bytes, errors before a model is loaded."""
+"""Knobs become arguments of the engine: presets, sizes in bytes, errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Independent of the machine that runs the tests."""
+    """Hides the GPU of the machine that runs the tests, if there is one."""
     monkeypatch.setattr(knobs_module, "has_gpu_driver", lambda: False)
 
 

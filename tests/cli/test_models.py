@@ -26,7 +26,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
 
 @pytest.fixture
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Simulates this input at a terminal."""
+    """Function that makes standard input a terminal with a given input."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -43,7 +43,7 @@ COMMANDS = ("generate", "serve", "simulate", "capacity", "tune")
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkingParent]:
-    """A process that has imported the package with the fields."""
+    """A process that has imported the copy of the package with the two added fields."""
     folder = tmp_path_factory.mktemp("package")
     source, package = ROOT / "pointsman", folder / "pointsman"
     for real, copied in ((source, package), (source / "core", package / "core")):

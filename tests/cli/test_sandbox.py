@@ -30,7 +30,7 @@ Run = Callable[..., Finished]
 
 @pytest.mark.e2e
 def test_the_sandbox_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
-    """With the requests of a film."""
+    """The sandbox starts with the requests of a film."""
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 7, "--seed", 1, "--film", film).code == 0
     command = [sys.executable, "-m", "pointsman", "play", film, "--sandbox"]
@@ -100,7 +100,7 @@ def test_a_text_says_how_closely_the_scene_matches_its_film(pointsman: Run, tmp_
 
 @pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
 def test_servers_accept_the_copied_settings(name: str) -> None:
-    """Before and after the change that a situation proposes, and with further policies."""
+    """The settings of each situation, with and without the proposed change, and settings with further policies."""
     sandbox = Sandbox()
     policies = {"victim": "least-cost:max_preemptions=3", "reserves": ["growth", "bypass:bound=4"]}
     for action in (

@@ -21,7 +21,7 @@ SHORT_RUN = ("--requests", "40")
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scenario of milliseconds."""
+    """A scenario that runs within milliseconds."""
     monkeypatch.setattr(command, "scenario", {"tiny": TINY}.__getitem__)
 
 

@@ -133,7 +133,7 @@ def test_users_wait_for_their_outputs(pointsman: Run) -> None:
 
 
 def test_sessions_with_retention_keep_their_prefixes(pointsman: Run) -> None:
-    """The last turns of other sessions fill the pool during pauses."""
+    """While a user thinks, the last turns of other sessions fill the pool."""
     lengths = ("--prompt-tokens", 64, "--new-tokens", 64, "--output-tokens", 16, "--max-model-len", 512)
     arrives = ("--sessions", 100, "--turns", 2, "--think", 10, "--arrivals", "poisson:2", "--num-blocks", 130)
     hits = []

@@ -24,7 +24,7 @@ from tests.sim.observed_logs import observed_lines, write_observed
 Run = Callable[..., Finished]
 SMALL = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10)
 TIGHT = ("--ttft-p99", "1s", "--itl-p99", "30ms")
-"""Steps of the default budget take 0.2 s."""
+"""Targets that the default token budget misses: a full step takes 0.2 s."""
 
 
 def words(finished: Finished) -> str:

@@ -141,7 +141,7 @@ def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
 
 
 def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, run: Run) -> None:
-    """A load may begin long after the time without requests at which the recording began."""
+    """The first request may arrive long after the recording began."""
     with operated(tmp_path / "s") as host:
 
         def send() -> None:

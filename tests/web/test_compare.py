@@ -131,7 +131,7 @@ def aborted(names: list[str], gone: str) -> bytes:
 
 
 def test_requests_of_only_one_run_are_listed(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    """A repeated id is another request; an aborted request has not finished."""
+    """Two requests with the same id are counted as two; an aborted request is not counted as finished."""
     one, two = aborted(["a", "b", "a", "c"], "c"), aborted(["a", "b", "d"], "b")
     path = tmp_path / "page.html"
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
@@ -191,7 +191,7 @@ def test_a_request_is_chosen_in_both_views(visit: Callable[..., Any]) -> None:
 def test_a_second_film_is_opened_beside_the_first(
     open_page: Callable[..., Any], tmp_path: Path, continuous: Any, static: Any
 ) -> None:
-    """Also a film with other requests, a truncated one, and a file that is not a film."""
+    """The second file is also a film with other requests, a truncated film, and a file that is not a film."""
     path = tmp_path / "page.html"
     path.write_text(page_of(continuous[0], "continuous"), encoding="utf-8")
     other, _ = run(3)

@@ -22,7 +22,7 @@ QUIZ = (
     ("The order of a step", "Why does this order matter?"),
     ("Preemption", "goes to the front of the waiting queue, not to the end. Why?"),
 )
-"""The questions of the founding documents: a course has three, the others none. (lesson, words of the question)"""
+"""The questions in the documents on which the course is based, each as (lesson, words of the question)."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_lessons_ask_the_questions_of_the_document(title: str, words: str, cours
 
 
 def test_two_builds_of_the_course_are_equal(course: dict[str, Performed]) -> None:
-    """So pages can be compared and cached."""
+    """Equal pages can be compared and cached."""
     pages = [course_page(performed) for performed in (list(course.values()), perform_all())]
     assert pages[0] == pages[1]
     assert len(pages[0]) < 2_000_000
@@ -186,7 +186,7 @@ def test_step_order_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> 
 
 
 def test_budget_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
-    """The document's numbers, and its corrections."""
+    """The run computes the numbers of the document on vLLM, and the numbers with which the lesson corrects it."""
     one = course["Tokens, not requests: the budget"]
     run, short, small = one.runs
     step = one.figures["example"].step
@@ -539,7 +539,7 @@ def test_the_course_page_fits_and_is_accessible(
 
 @pytest.mark.e2e
 def test_the_course_works_without_storage(visit: Callable[..., Any]) -> None:
-    """A file may have none: progress then lasts as long as the page."""
+    """A page that is a file may have no local storage; the progress is then lost when the page is closed."""
     page = visit()
     page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('none') } })")
     page.reload()

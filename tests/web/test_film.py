@@ -154,7 +154,7 @@ def test_a_preemption_names_the_needing_request_and_the_rule(settings: dict[str,
 
 
 def test_a_preemption_tells_how_many_blocks_are_missing() -> None:
-    """All three need a block in the same step, and none is free; later the last running request lacks one itself."""
+    """All three requests need a block in the same step, and none is free; later the victim itself lacks a block."""
     told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
     assert told[0] == ("r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was the last one admitted")
     own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
@@ -177,7 +177,7 @@ def test_a_priority_preemption_names_the_more_urgent_request() -> None:
 
 
 def test_preemption_cost_matches_the_events_until_it_resumes(short_pool: bytes) -> None:
-    """The time until the request resumes, and the tokens that were not cached then; equal to its life."""
+    """The cost is the time until the request resumes, and the tokens that were not cached then, as in its life."""
     film = read(short_pool)
     for one in preemptions_of(film):
         assert one.event.request is not None
@@ -288,7 +288,7 @@ def test_a_film_read_without_blocks_has_all_other_state(short_pool: bytes) -> No
 
 
 def test_a_simulation_can_be_filmed() -> None:
-    """Runs of steps are frames of their own, and every step is in one."""
+    """Several steps done in one call are one frame, and every step is in a frame."""
     trace = [TraceRequest(0.4 * index, 100, 60) for index in range(30)]
     config = SchedulerConfig(num_blocks=200, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=128)
     file = io.BytesIO()
@@ -400,7 +400,7 @@ def test_a_header_without_names_is_refused(short_pool: bytes, names: object) -> 
 @pytest.mark.parametrize("kind", ["R", "E", "B"])
 @pytest.mark.parametrize("seed", range(short_or_long(40, 1000)))
 def test_a_broken_film_raises_only_film_errors(short_pool: bytes, kind: str, seed: int) -> None:
-    """With bytes changed, lost or added, it is refused with a sentence, or can be shown."""
+    """A film with changed, removed or added bytes is refused with a sentence, or can be shown."""
     rng = np.random.default_rng(seed)
 
     def change(chunk: bytes) -> bytes:

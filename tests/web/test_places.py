@@ -14,7 +14,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pairs() -> Iterator[list[Pair]]:
-    """The server's ends, and the clients'."""
+    """Connected sockets: the ends of the server, and the ends of its clients."""
     found = [socket.socketpair() for _ in range(4)]
     yield found
     for pair in found:

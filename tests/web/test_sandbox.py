@@ -80,7 +80,7 @@ def any_action(draw: random.Random, sandbox: Sandbox) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", seeds(3, 60))
 def test_undo_and_redo_are_exact(seed: int) -> None:
-    """For any action: the same bytes of the film, the same requests, and a copied test that passes."""
+    """Undo and redo of any action give the same bytes of the film and the same requests; the copied test passes."""
     draw, sandbox = random.Random(seed), Sandbox()
     states = [sandbox.answer()]
     for _ in range(40):
@@ -133,7 +133,7 @@ def test_requests_generate_their_stated_number_of_tokens() -> None:
 
 
 def test_a_step_takes_its_stated_time() -> None:
-    """10 ms, and 0.1 ms a token: 40 tokens of the prompt in the first, one in each other."""
+    """A step takes 10 ms plus 0.1 ms per token: 40 prompt tokens in the first step, one token in each other step."""
     sandbox = done({"do": "add", "prompt": 40, "output": 3}, {"do": "step"})
     assert sandbox.played.now == pytest.approx(0.014)
     sandbox.do({"do": "run"})
@@ -179,7 +179,7 @@ def test_shared_prefixes_extend_into_the_output() -> None:
 
 
 def test_aborts_and_priorities_keep_their_times() -> None:
-    """Other settings do not move them, and a reset removes them."""
+    """Other settings do not change the times of aborts and priority changes; a reset removes both."""
     sandbox = done(
         *({"do": "add", "prompt": 64, "output": 50} for _ in range(3)),
         {"do": "settings", "settings": {"max_num_seqs": 1, "order": "priority"}},
@@ -228,7 +228,8 @@ def test_other_settings_play_the_same_requests() -> None:
 
 
 def test_settings_are_compared_with_the_first_settings() -> None:
-    """However often they change, with the same requests and steps, until the base is changed."""
+    """Each change of settings is compared with the first settings, for the same requests and steps, until the base is
+    changed."""
     sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
     begin = sandbox.answer()
     assert begin["before"] is None and begin["changed"] == []
@@ -265,7 +266,7 @@ def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
 
 
 def test_a_removed_request_leaves_no_inputs_behind() -> None:
-    """Its inputs under other settings do not apply to the next request with its id."""
+    """A priority change of a removed request does not apply to a new request with the same id."""
     sandbox = done(
         {"do": "add", "prompt": 20, "output": 40},
         {"do": "add", "prompt": 20, "output": 40, "at": 0.2},
@@ -281,7 +282,7 @@ def test_a_removed_request_leaves_no_inputs_behind() -> None:
 
 
 def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
-    """Each of 500 requests begins like the one before; a longer one has more of its own text."""
+    """Each of 500 prompts is the prompt of the previous request and one more token."""
     arrivals = [Arrival("r0", 4, 1)]
     arrivals += [Arrival(f"r{n}", 4 + n, 1, starts_like=f"r{n - 1}", num_shared_tokens=3 + n) for n in range(1, 500)]
     scene = Scene(START, tuple(arrivals))
@@ -292,7 +293,7 @@ def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
 
 
 def test_every_setting_accepts_its_value_and_its_bounds() -> None:
-    """Every refusal has a remedy."""
+    """A value is accepted, or refused with a remedy because it contradicts another setting."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
     now = sandbox.answer()["settings"]
     assert set(now) == {each.name for each in SETTINGS}
@@ -466,7 +467,8 @@ def test_the_copied_test_keeps_ids() -> None:
 
 @pytest.mark.parametrize("name", ["static", "chunks", "thrash", "priority", "fairness"])
 def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> None:
-    """Including step times: the scene has a constant and a time for each token, which the fit finds."""
+    """The step times are also equal: in the film a step takes a constant plus a time for each token, which the fit
+    finds."""
     played = done({"do": "run"}, sandbox=situation(name)).played
     remade = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS)
     assert remade.num_left_out == 0

@@ -91,7 +91,7 @@ def test_picture_of_a_busy_run_is_legible(tmp_path: Path, kind: str) -> None:
 
 
 def assert_legible(figure: Any) -> None:
-    """No two parts overlap."""
+    """Check that no two parts of the picture overlap."""
     assert [round(axes.get_position().height, 2) for axes in figure.axes] == [0.17, 0.17, 0.38, 0.17]
 
 

@@ -238,7 +238,7 @@ class Stage:
         return list(range(self._next_token - length, self._next_token))
 
     def at(self, step: int, action: Callable[[], object]) -> None:
-        """Run an action before a step is decided."""
+        """Let `run` call `action` immediately before it decides a step."""
         self._events.setdefault(step, []).append(action)
 
     def add(
