@@ -25,7 +25,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def test_the_course_is_written_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_learn_writes_the_course_and_opens_it(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     made = pointsman("learn")
     page = tmp_path / "pointsman-course.html"
     assert (made.code, made.out) == (0, "pointsman-course.html\n")

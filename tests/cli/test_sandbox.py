@@ -68,7 +68,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_copied_commands_contain_only_the_change() -> None:
+def test_copied_commands_contain_only_the_changed_settings() -> None:
     """The commands include a setting that returns to its default."""
     base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
     assert commands(base, base)["change"].startswith("# no setting of a server differs")
@@ -89,7 +89,7 @@ def test_copied_commands_contain_only_the_change() -> None:
     assert "# the pool" not in commands(base.replace(num_blocks=2560), base)["all"]
 
 
-def test_a_text_says_how_closely_the_scene_matches_its_film(pointsman: Run, tmp_path: Path) -> None:
+def test_the_sandbox_states_how_closely_a_scene_matches_its_film(pointsman: Run, tmp_path: Path) -> None:
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 20, "--seed", 1, "--film", film).code == 0
     scene, about = scene_of(film)

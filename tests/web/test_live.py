@@ -103,7 +103,7 @@ def look_back(page: Any) -> None:
     playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler continues")
 
 
-def test_a_server_is_watched_live_back_in_time_and_to_its_end(visit: Callable[..., Any]) -> None:
+def test_the_live_page_shows_current_and_past_steps_of_a_server(visit: Callable[..., Any]) -> None:
     """Key, current steps, looking back while it continues, back to now, and a server that ends."""
     with start_server(*POOL) as server:
         port = server.port
@@ -144,7 +144,7 @@ def test_a_server_is_watched_live_back_in_time_and_to_its_end(visit: Callable[..
 
 @pytest.mark.long
 @pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")
-def test_one_engine_is_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
+def test_the_live_page_shows_an_engine_again_after_its_restart(visit: Callable[..., Any]) -> None:
     """The dead engine's film ends, the other's can be watched meanwhile, and the new engine's film begins."""
     with start_server(*POOL, "--data-parallel-size", "2") as server:
         page = visit(f"{server.url}/live")
@@ -233,7 +233,7 @@ def test_the_live_page_drops_old_steps_and_requests(visit: Callable[..., Any], t
 
 @pytest.mark.long
 @VLLM_INSTALLED
-def test_a_vllm_is_watched(visit: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_live_page_shows_a_real_vllm(visit: Callable[..., Any], tmp_path: Path) -> None:
     """A real vLLM with this scheduler; the engine opens no port."""
     knobs = Knobs(DEMO, threads=1, max_num_seqs=2, max_num_batched_tokens=512, max_model_len=512)
     settings = json.dumps({"pointsman": {"socket": str(tmp_path / "s")}})

@@ -63,7 +63,7 @@ class Reader:
         return [frame.step_id for film in self.films for frame in film.frames]
 
 
-def test_parts_of_a_live_film_follow_each_other() -> None:
+def test_the_parts_of_a_live_film_contain_consecutive_steps() -> None:
     host, reader = Host(), Reader()
     host.add("a")
     reader.read(host.live.take("me"))
@@ -79,7 +79,7 @@ def test_parts_of_a_live_film_follow_each_other() -> None:
     assert reader.state == {"interval": 0.1, "dropped": 0, "running": 2, "waiting": 0, "parked": 0}
 
 
-def test_at_most_ten_parts_a_second() -> None:
+def test_a_live_film_has_at_most_ten_parts_a_second() -> None:
     host, reader = Host(), Reader()
     host.add("a")
     for _ in range(300):
@@ -88,7 +88,7 @@ def test_at_most_ten_parts_a_second() -> None:
     assert 25 <= len(reader.films) <= 30
 
 
-def test_parts_that_are_expensive_to_cut_are_less_frequent() -> None:
+def test_a_live_film_has_fewer_parts_if_cutting_a_part_is_expensive() -> None:
     host, reader = Host(cost=0.02), Reader()
     host.add("a")
     for _ in range(3000):
@@ -117,7 +117,7 @@ def test_the_scheduler_is_not_filmed_without_watchers() -> None:
     assert again.read(host.live.take("me")).steps == list(range(6, 18))
 
 
-def test_a_later_watcher_begins_with_the_newest_part() -> None:
+def test_a_new_watcher_first_gets_the_newest_part() -> None:
     host, me, you = Host(), Reader(), Reader()
     host.add("a")
     me.read(host.live.take("me"))
@@ -143,7 +143,7 @@ def test_a_slow_watcher_loses_whole_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert slow.steps == list(range(slow.state["dropped"], 360))
 
 
-def test_parts_that_no_watcher_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_part_that_no_watcher_fetches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PART", 2000)
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 64)
     host, reader = Host(), Reader()
@@ -175,7 +175,7 @@ def test_the_state_is_sent_each_second_while_idle() -> None:
     assert [kind for kind, _ in read_records(host.live.take("me"))] == ["S"]
 
 
-def test_a_truncated_stream_has_its_whole_records() -> None:
+def test_the_complete_records_of_a_truncated_stream_are_read() -> None:
     host = Host()
     stream = host.live.take("me")
     whole = list(read_records(stream))

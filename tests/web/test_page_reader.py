@@ -237,7 +237,7 @@ def test_film_js_gives_the_same_states_words_and_lives_as_python(
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
-def test_a_film_truncated_in_its_blocks_shows_its_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_film_js_shows_the_complete_chunks_of_a_truncated_film(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     path = films(tmp_path, [0])[0]
     num_frames, data = len(Film.read(path).frames), path.read_bytes()

@@ -217,7 +217,7 @@ def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], f
     assert any(" is preempted: " in one for one in told(page))
 
 
-def test_the_longest_waits_are_listed(visit: Callable[..., Any], film: bytes) -> None:
+def test_the_player_lists_the_longest_waits(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     page.click("[data-part=most] summary")
     rows = page.locator("[data-part=waits] tr")
@@ -238,7 +238,7 @@ def test_the_longest_waits_are_listed(visit: Callable[..., Any], film: bytes) ->
     assert reasons == expected
 
 
-def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: bytes) -> None:
+def test_arrow_keys_move_the_focus_between_blocks(visit: Callable[..., Any], film: bytes) -> None:
     page = visit(film, "#step=30")
     page.focus("[data-part=pool]")
     block = page.locator("[data-part=block]")
@@ -347,7 +347,7 @@ def test_the_time_line_shows_the_longest_gap_between_tokens(visit: Callable[...,
     assert painted[:3] == [True, True, False] and painted[3] < found.num_steps
 
 
-def test_a_link_contains_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_link_to_the_player_contains_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
     found = Film(io.BytesIO(film))
     step, name = max(found.frames, key=lambda frame: frame.num_steps).step_id + 1, found.requests[3].request_id
     page = visit(film, f"#step={step}&request={name}")
@@ -356,7 +356,7 @@ def test_a_link_contains_step_and_request(visit: Callable[..., Any], film: bytes
     playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
 
 
-def test_a_block_names_its_owner(visit: Callable[..., Any], film: bytes) -> None:
+def test_the_player_shows_the_owner_of_a_block(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     index = len(found.frames) // 2
     go_to(page, found.frames[index].step_id)

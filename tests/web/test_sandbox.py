@@ -109,7 +109,7 @@ def without_history(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("undo", "redo")}
 
 
-def test_an_action_after_an_undo_replaces_the_redo() -> None:
+def test_an_action_after_an_undo_removes_the_possible_redos() -> None:
     sandbox = done(
         {"do": "add", "prompt": 10, "output": 5},
         {"do": "step"},
@@ -124,7 +124,7 @@ def test_an_action_after_an_undo_replaces_the_redo() -> None:
 # ---------------------------------------------------------------------- the scheduler's knowledge, and its times
 
 
-def test_requests_generate_their_stated_number_of_tokens() -> None:
+def test_requests_of_a_scene_generate_their_given_number_of_tokens() -> None:
     sandbox = done({"do": "add", "prompt": 64, "output": 20}, {"do": "run"})
     assert request(sandbox, "A")["why"] == "finished: stop"
     assert (request(sandbox, "A")["generated"], sandbox.played.num_steps) == (20, 20)
@@ -132,7 +132,7 @@ def test_requests_generate_their_stated_number_of_tokens() -> None:
     assert (request(capped, "A")["why"], request(capped, "A")["generated"]) == ("finished: length", 7)
 
 
-def test_a_step_takes_its_stated_time() -> None:
+def test_a_step_of_a_scene_takes_the_given_time() -> None:
     """A step takes 10 ms plus 0.1 ms per token: 40 prompt tokens in the first step, one token in each other step."""
     sandbox = done({"do": "add", "prompt": 40, "output": 3}, {"do": "step"})
     assert sandbox.played.now == pytest.approx(0.014)
@@ -265,7 +265,7 @@ def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
     assert sandbox.played.now == 0
 
 
-def test_a_removed_request_leaves_no_inputs_behind() -> None:
+def test_removing_a_request_removes_its_priority_changes() -> None:
     """A priority change of a removed request does not apply to a new request with the same id."""
     sandbox = done(
         {"do": "add", "prompt": 20, "output": 40},
@@ -292,7 +292,7 @@ def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
     assert len({tuple(each) for each in prompts}) == 500
 
 
-def test_every_setting_accepts_its_value_and_its_bounds() -> None:
+def test_every_setting_accepts_its_listed_values_and_its_bounds() -> None:
     """A value is accepted, or refused with a remedy because it contradicts another setting."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
     now = sandbox.answer()["settings"]
@@ -445,7 +445,7 @@ def test_a_request_that_never_fits_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_copied_test_passes_midway_and_can_fail(name: str) -> None:
+def test_the_copied_test_of_an_unfinished_scene_detects_other_steps(name: str) -> None:
     sandbox = done({"do": "step", "count": 23}, sandbox=situation(name))
     text = sandbox.as_test()
     run_copied(text)
@@ -466,7 +466,7 @@ def test_the_copied_test_keeps_ids() -> None:
 
 
 @pytest.mark.parametrize("name", ["static", "chunks", "thrash", "priority", "fairness"])
-def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> None:
+def test_the_scene_made_from_a_film_gives_the_same_decisions(name: str) -> None:
     """The step times are also equal: in the film a step takes a constant plus a time for each token, which the fit
     finds."""
     played = done({"do": "run"}, sandbox=situation(name)).played
@@ -479,14 +479,14 @@ def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> N
     assert [sandbox.played.figures()[each] for each in names] == [played.figures()[each] for each in names]
 
 
-def test_a_long_film_gives_a_scene_of_its_first_requests() -> None:
+def test_the_scene_made_from_a_long_film_has_its_first_requests() -> None:
     played = done({"do": "run"}, sandbox=situation("static")).played
     remade = remake(Film(io.BytesIO(played.film)), 5, 10_000)
     assert (len(remade.scene.arrivals), remade.num_left_out) == (5, 19)
     assert len(remake(Film(io.BytesIO(played.film)), 500, 50).scene.arrivals) == 3
 
 
-def test_aborts_of_a_film_are_in_the_scene() -> None:
+def test_the_scene_made_from_a_film_has_its_aborts() -> None:
     sandbox = done(A, A, {"do": "step", "count": 5}, {"do": "abort", "id": "A"}, {"do": "run"})
     remade = remake(Film(io.BytesIO(sandbox.played.film)), MAX_REQUESTS, MAX_PROMPTS)
     again = done({"do": "run"}, sandbox=Sandbox(remade.scene))
@@ -494,7 +494,7 @@ def test_aborts_of_a_film_are_in_the_scene() -> None:
     assert request(again, "A")["generated"] in (4, 5)  # its time is rounded to a microsecond
 
 
-def test_settings_of_a_film_that_a_scene_lacks_are_dropped() -> None:
+def test_the_scene_made_from_a_film_drops_unsupported_settings() -> None:
     config = SchedulerConfig(num_blocks=32, max_model_len=256, max_steps_in_flight=2, num_draft_tokens=2)
     played = play(Scene(config.replace(max_steps_in_flight=1), (Arrival("A", 20, 5),), to_the_end=True))
     scene = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS).scene

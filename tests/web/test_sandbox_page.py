@@ -58,7 +58,7 @@ def names(page: Any, part: str = "running") -> list[str]:
     return page.locator(f"[data-part={part}] .name").all_inner_texts()
 
 
-def test_the_page_adds_requests_steps_and_undoes(visit: Callable[..., Any]) -> None:
+def test_the_sandbox_page_adds_requests_steps_and_undoes(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 40, 3)
     says(page, ": 1 waiting")
