@@ -116,9 +116,9 @@ def generate(
             arguments = _demo_knobs(arguments) | arguments
     except ValueError as error:
         raise CommandError(str(error)) from None
-    workload = _workload(prompt, prompts, trace, speed, limit, seed, sampling)
-    _warn_of_unread_priorities(workload, knobs["order"])
-    with _recorder(record) as recorder:
+    workload = _choose_workload(prompt, prompts, trace, speed, limit, seed, sampling)
+    _warn_about_ignored_priorities(workload, knobs["order"])
+    with _open_recorder(record) as recorder:
         engine = _load_engine(model=model, seed=seed, recorder=recorder, **arguments)
         display = choose_display(as_json=as_json, texts=not workload.is_trace)
         return run_workload(engine, workload, display)
@@ -149,7 +149,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     try:
         return run(settings.engine, settings.server, **settings.options)
     except ValueError as error:  # the model, the address, or a knob that depends on the model
-        raise CommandError(settings.placed(error)) from None
+        raise CommandError(settings.message_with_place(error)) from None
 
 
 @app.command()
@@ -410,7 +410,7 @@ def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
     return step | pool
 
 
-def _workload(
+def _choose_workload(
     prompt: list[str] | None,
     prompts: str | None,
     trace: str | None,
@@ -437,13 +437,13 @@ def _workload(
     return text_workload(prompt, sampling) if prompt else demo_workload(sampling)
 
 
-def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
+def _warn_about_ignored_priorities(workload: Workload, order: str | None) -> None:
     if order in (None, "fcfs") and any(job.priority for job in workload.jobs):
         print("pointsman: warning: priorities are read only under --order priority", file=sys.stderr)
 
 
 @contextmanager
-def _recorder(path: str | None) -> Iterator[Recorder | None]:
+def _open_recorder(path: str | None) -> Iterator[Recorder | None]:
     """Context with a recorder that writes to `path`; the file is closed at the context's end. `path` None: no recorder.
 
     Raises:

@@ -59,7 +59,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._bar.update(self._task, completed=num_finished, total=self._expected, now=now, refresh=True)
         self._next = time.monotonic() + _REFRESH_SECONDS
 
-    def after(self, num_before: int) -> Callable[[int, float], None]:
+    def update_after(self, num_before: int) -> Callable[[int, float], None]:
         """A function like `update` for a later simulation of a series: it adds `num_before`, the number of requests
         that finished in the earlier simulations."""
         return lambda num_finished, now: self.update(num_before + num_finished, now)

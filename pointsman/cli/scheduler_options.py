@@ -34,7 +34,7 @@ def flag(name: str) -> str:
     return declared or f"--{name.replace('_', '-')}"
 
 
-def of_panel(title: str) -> tuple[str, ...]:
+def knobs_of_panel(title: str) -> tuple[str, ...]:
     """The knobs in the panel `title` of a help page."""
     return tuple(name for name, option in OPTIONS.items() if option.panel == title)
 

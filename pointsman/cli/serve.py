@@ -53,10 +53,10 @@ class ServeSettings:
     places: Mapping[str, str]
     """File and line that set a value, by the name that an error message uses (an option, an API key)."""
 
-    def placed(self, error: ValueError) -> str:
+    def message_with_place(self, error: ValueError) -> str:
         """The error's message. If the message names a value from a file, the place of the first such value is
         prefixed."""
-        return _placed(error, self.places)
+        return _message_with_place(error, self.places)
 
 
 def serve_settings(
@@ -96,11 +96,11 @@ def serve_settings(
         _check_run_options(others)
         server = _server_config(settings, environment)
     except ValueError as error:
-        raise CommandError(_placed(error, places)) from None
+        raise CommandError(_message_with_place(error, places)) from None
     return ServeSettings(engine=engine, server=server, options=others, places=places)
 
 
-def _placed(error: ValueError, places: Mapping[str, str]) -> str:
+def _message_with_place(error: ValueError, places: Mapping[str, str]) -> str:
     message = shown(str(error), MAX_MESSAGE)
     words = message.replace("-", "_")
     named = next((place for name, place in places.items() if re.search(rf"\b{name}\b", words)), None)
@@ -140,13 +140,13 @@ def _check_run_options(values: dict[str, Any]) -> None:
 
 def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     settings = dict(settings)
-    api_keys, names = _keys("api", settings, environment.get(API_KEY_VARIABLE))
-    operator_keys, _ = _keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
+    api_keys, names = _pop_keys("api", settings, environment.get(API_KEY_VARIABLE))
+    operator_keys, _ = _pop_keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
     for name in ("max_request_bytes", "max_total_request_bytes"):
         if name in settings:
             settings[name] = size(settings[name], name)
     if "chat_template" in settings:
-        settings["chat_template"] = _read("chat template", settings["chat_template"], MAX_WRITTEN)
+        settings["chat_template"] = _read_text_file("chat template", settings["chat_template"], MAX_WRITTEN)
     settings["served_model_name"] = tuple(settings.get("served_model_name", ()))
     settings["allowed_host"] = tuple(settings.get("allowed_host", ()))
     if any(names):
@@ -154,7 +154,7 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
     return ServerConfig(api_keys=api_keys, operator_keys=operator_keys, **settings)
 
 
-def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _pop_keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The keys from the command line, otherwise from the file, otherwise from the variable, with their names. Removes
     the keys from `settings`. API keys in a file may have names (`name:key`); all other keys have the name "".
 
@@ -170,11 +170,11 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     if given:
         return tuple(given), ("",) * len(given)
     if path is not None:
-        text = _read(f"{name}s", path, MAX_SETTINGS)
+        text = _read_text_file(f"{name}s", path, MAX_SETTINGS)
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines:
             raise CommandError(f"{path} holds no {name}; write one a line, or leave --{kind}-key-file out")
-        keys, names = _named(lines, path) if kind == "api" else ([line for _, line in lines], [""] * len(lines))
+        keys, names = _split_names(lines, path) if kind == "api" else ([line for _, line in lines], [""] * len(lines))
         for (number, _), key in zip(lines, keys, strict=True):
             if not is_key(key):
                 raise CommandError(f"{path}, line {number}: the {name} holds characters other than printable ASCII")
@@ -187,7 +187,7 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     return (), ()
 
 
-def _named(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str]]:
+def _split_names(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str]]:
     """The keys and names of numbered lines like `key` or `name:key`.
 
     Raises:
@@ -206,7 +206,7 @@ def _named(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str
     return keys, names
 
 
-def _read(what: str, path: str, max_bytes: int) -> str:
+def _read_text_file(what: str, path: str, max_bytes: int) -> str:
     try:
         return read_input(path, max_bytes).decode("utf-8-sig")
     except OSError as error:

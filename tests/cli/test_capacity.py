@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.cli.capacity import _gaps_decide
+from pointsman.cli.capacity import _is_missed_by_gaps
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.sim.capacity import Probe
 from pointsman.sim.profile import EngineSettings, Hull, Profile
@@ -198,7 +198,7 @@ def test_the_metric_nearest_to_its_target_selects_the_remedy(
 ) -> None:
     """TTFT at most 500 ms, gaps at most 100 ms."""
     probe = Probe(1.0, 1, 0.9895, ttft, 0.01, 2.0, longest_gap, 1.0, 2000, num_refused, meets=False)
-    assert _gaps_decide(probe, Targets(0.5, 0.1)) is is_said
+    assert _is_missed_by_gaps(probe, Targets(0.5, 0.1)) is is_said
 
 
 def test_ctrl_c_prints_the_capacity_bracket_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:

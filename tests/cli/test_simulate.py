@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.cli.simulation import seconds, what_arrives, what_serves
+from pointsman.cli.simulation import seconds, service_of_options, workload_of_options
 from pointsman.sim.devices import DEVICES
 from pointsman.sim.fleet import ROUTINGS
 from pointsman.sim.shapes import SHAPES
@@ -157,16 +157,18 @@ def test_several_replicas_with_a_routing_rule_are_simulated(pointsman: Run, trac
 
 
 def test_tensor_parallelism_increases_the_number_of_blocks() -> None:
-    one, two = (what_serves({"tensor_parallel": count}, None) for count in (1, 2))
+    one, two = (service_of_options({"tensor_parallel": count}, None) for count in (1, 2))
     assert one.kv is not None and two.kv is not None
     assert one.config.num_blocks == one.kv.num_blocks < two.config.num_blocks
     assert "2 x" in two.title
-    assert what_serves({}, "textbook").config.num_blocks == one.config.num_blocks  # a preset without limits of a step
+    assert (
+        service_of_options({}, "textbook").config.num_blocks == one.config.num_blocks
+    )  # a preset without limits of a step
 
 
 def test_a_workload_can_be_limited_to_a_number_of_requests() -> None:
-    assert what_arrives({}, 7).at_speed(1).num_requests == 7
-    sessions = what_arrives({"sessions": 1000, "turns": "4"}, 80)
+    assert workload_of_options({}, 7).at_speed(1).num_requests == 7
+    sessions = workload_of_options({"sessions": 1000, "turns": "4"}, 80)
     assert sessions.at_speed(1).num_requests == 80
     assert sessions.rate == pytest.approx(16)
     times = [time for time, _ in sessions.at_speed(2).first_arrivals()]
