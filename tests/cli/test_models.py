@@ -134,7 +134,7 @@ def test_serve_without_a_model_names_a_model_to_install(
 ) -> None:
     caplog.set_level(logging.INFO)
     broken = ("serve", "--max-step-retries", "-1")
-    hint = "one that answers questions: pointsman models get smollm2"
+    hint = "to install one that can: pointsman models get smollm2"
     assert pointsman(*broken).code == 2 and hint in caplog.text
     caplog.clear()
     assert pointsman(*broken, "--model", "demo").code == 2 and hint not in caplog.text
