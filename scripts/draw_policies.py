@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from pointsman.cli.scenario import print_figures
-from pointsman.cli.simulation import what_serves
+from pointsman.cli.simulation import service_of_options
 from pointsman.core import SchedulerConfig
 from pointsman.sim.report.course import Levels, courses, levels, scale_levels, time_span
 from pointsman.sim.scenarios.picture import write_svg
@@ -363,7 +363,7 @@ def main(names: list[str]) -> None:
     unknown = sorted(set(names) - set(DRAWINGS))
     if unknown:
         sys.exit(f"no picture is called {unknown[0]!r}; choose from {', '.join(DRAWINGS)}")
-    step_time = what_serves({}, None).step_time
+    step_time = service_of_options({}, None).step_time
     (DOCS / "policies").mkdir(exist_ok=True)
     for name in names or DRAWINGS:
         found = DRAWINGS[name].run(step_time)

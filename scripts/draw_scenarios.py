@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pointsman.cli.scenario import print_figures
-from pointsman.cli.simulation import what_serves
+from pointsman.cli.simulation import service_of_options
 from pointsman.sim.scenarios import SCENARIOS, Finding, scenario
 from pointsman.sim.scenarios.picture import write_svg
 
@@ -31,7 +31,7 @@ def printed(found: Finding) -> str:
 
 def main(names: list[str]) -> None:
     page = DOCS / "scenarios.md"
-    step_time = what_serves({}, None).step_time
+    step_time = service_of_options({}, None).step_time
     for name in names or SCENARIOS:
         found = scenario(name).run(step_time)
         if not found.is_complete:

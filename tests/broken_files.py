@@ -357,7 +357,7 @@ def _read_template(path: Path) -> object:
     try:
         check_chat_template(settings.server.chat_template or "", None)
     except ValueError as error:
-        raise CommandError(settings.placed(error)) from None
+        raise CommandError(settings.message_with_place(error)) from None
     return settings
 
 

@@ -116,9 +116,9 @@ def generate(
             arguments = _demo_knobs(arguments) | arguments
     except ValueError as error:
         raise CommandError(str(error)) from None
-    workload = _workload(prompt, prompts, trace, speed, limit, seed, sampling)
-    _warn_of_unread_priorities(workload, knobs["order"])
-    with _recorder(record) as recorder:
+    workload = _choose_workload(prompt, prompts, trace, speed, limit, seed, sampling)
+    _warn_about_ignored_priorities(workload, knobs["order"])
+    with _open_recorder(record) as recorder:
         engine = _load_engine(model=model, seed=seed, recorder=recorder, **arguments)
         display = choose_display(as_json=as_json, texts=not workload.is_trace)
         return run_workload(engine, workload, display)
@@ -149,7 +149,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     try:
         return run(settings.engine, settings.server, **settings.options)
     except ValueError as error:  # the model, the address, or a knob that depends on the model
-        raise CommandError(settings.placed(error)) from None
+        raise CommandError(settings.message_with_place(error)) from None
 
 
 @app.command()
@@ -396,19 +396,21 @@ def _default_model() -> str:
     model = served_by_default()
     if model == "demo":
         logging.getLogger("pointsman").info(
-            "serving the demo model, which knows nothing; one that answers questions: pointsman models get %s", SERVED
+            "serving the demo model, which cannot answer questions; to install one that can: pointsman models get %s",
+            SERVED,
         )
     return model
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
-    """The settings for the built-in prompts, except settings that given options set or depend on."""
+    """The knobs with which the built-in prompts run: the limits of a step, and the size of the pool. Each of the two is
+    left out if an option in `given` determines it."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
     pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
     return step | pool
 
 
-def _workload(
+def _choose_workload(
     prompt: list[str] | None,
     prompts: str | None,
     trace: str | None,
@@ -418,30 +420,30 @@ def _workload(
     sampling: Sampling,
 ) -> Workload:
     if sum(source is not None for source in (prompt or None, prompts, trace)) > 1:
-        raise CommandError("--prompt, --prompts and --trace each say what to run; give one of them")
+        raise CommandError("--prompt, --prompts and --trace exclude each other; give only one of them")
     if trace is None and (speed is not None or limit is not None):
         raise CommandError(f"--{'speed' if speed is not None else 'limit'} needs a trace; give --trace FILE too")
     if trace is not None:
         speed = 1.0 if speed is None else speed
         if not 0.0 <= speed < float("inf"):
-            raise CommandError(f"--speed is {speed:g}; it must be 0 (all at once) or more")
+            raise CommandError(f"--speed is {speed:g}; it must be at least 0 (0: all requests arrive at the start)")
         if limit is not None and limit < 1:
             raise CommandError(f"--limit is {limit}; it must be at least 1")
         if sampling.stop:
-            raise CommandError("--stop has no effect on a trace, which says how long its outputs are; leave it out")
+            raise CommandError("--stop has no effect with --trace, which sets the output lengths; leave --stop out")
         return trace_workload(trace, speed, limit, seed, sampling)
     if prompts is not None:
         return prompts_workload(prompts, sampling)
     return text_workload(prompt, sampling) if prompt else demo_workload(sampling)
 
 
-def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
+def _warn_about_ignored_priorities(workload: Workload, order: str | None) -> None:
     if order in (None, "fcfs") and any(job.priority for job in workload.jobs):
         print("pointsman: warning: priorities are read only under --order priority", file=sys.stderr)
 
 
 @contextmanager
-def _recorder(path: str | None) -> Iterator[Recorder | None]:
+def _open_recorder(path: str | None) -> Iterator[Recorder | None]:
     """Context with a recorder that writes to `path`; the file is closed at the context's end. `path` None: no recorder.
 
     Raises:

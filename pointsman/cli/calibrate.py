@@ -115,8 +115,8 @@ AsJson = Annotated[
 ]
 
 
-def _ignored_settings(given: EngineSettings, recorded: EngineSettings) -> list[str]:
-    """Given settings that differ from the settings in a recording, and are ignored."""
+def _ignored_setting_notes(given: EngineSettings, recorded: EngineSettings) -> list[str]:
+    """A note for each option that has no effect, because the recording contains another value of this setting."""
     asked, own, default = (asdict(each) for each in (given, recorded, type(given)()))
     return [
         f"{_as_option(name, asked[name])} has no effect: in the recording {name} is {own[name]}"
@@ -178,18 +178,19 @@ def calibrate(
     given, begin = settings, time.perf_counter()
     notes: list[str] = []
     try:
-        estimate = _estimate(model, device, tensor_parallel)
+        estimate = _estimate_step_times(model, device, tensor_parallel)
         if estimate is not None and num_blocks is None:
-            settings, note = _sized(settings, estimate, gpu_memory_utilization or 0.9)
+            settings, note = _with_estimated_blocks(settings, estimate, gpu_memory_utilization or 0.9)
             notes.append(note)
         elif gpu_memory_utilization is not None:
             raise CommandError(
-                "--gpu-memory-utilization only serves to estimate --num-blocks from --model and --device"
+                "--gpu-memory-utilization has no effect: it only serves to estimate --num-blocks from --model and "
+                "--device; leave it out, or give --model and --device without --num-blocks"
             )
-        with _progress() as progress:
+        with _progress_bar() as progress:
             found = fit(log, settings, train=train, estimate=estimate, progress=progress)
         if found.profile.kind == "steps":
-            notes += _ignored_settings(given, found.profile.settings)
+            notes += _ignored_setting_notes(given, found.profile.settings)
         found.profile.notes.extend(notes)
     except OSError as error:
         what = f"the log {log}" if error.filename in (None, log) else error.filename
@@ -203,16 +204,16 @@ def calibrate(
         except OSError as error:
             raise CommandError(f"cannot write the profile {output}: {error.strerror}") from None
     if plot is not None:
-        _draw(found, plot)
+        _draw_plot(found, plot)
     if as_json:
         sys.stderr.flush()
-        print(json.dumps(_as_json(found, seconds)), flush=True)
+        print(json.dumps(_result_as_json(found, seconds)), flush=True)
     else:
-        _show(found, seconds, output)
+        _print_result(found, seconds, output)
     return EXIT_OK
 
 
-def _estimate(model: str | None, device: str | None, tensor_parallel: int) -> RooflineStepTime | None:
+def _estimate_step_times(model: str | None, device: str | None, tensor_parallel: int) -> RooflineStepTime | None:
     """Step times computed from the dimensions of the model and the figures of the device; None: neither model nor
     device was given."""
     if model is None and device is None:
@@ -229,7 +230,7 @@ def _estimate(model: str | None, device: str | None, tensor_parallel: int) -> Ro
     return RooflineStepTime(shape=model_shape(model), device=device_called(device), tensor_parallel=tensor_parallel)
 
 
-def _sized(
+def _with_estimated_blocks(
     settings: EngineSettings, estimate: RooflineStepTime, gpu_memory_utilization: float
 ) -> tuple[EngineSettings, str]:
     """The settings with the number of KV blocks that fit the device, and a note with that number."""
@@ -252,7 +253,7 @@ def _sized(
 
 
 @contextmanager
-def _progress() -> Iterator[FitProgress | None]:
+def _progress_bar() -> Iterator[FitProgress | None]:
     """A progress bar with the remaining time, if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -272,7 +273,7 @@ def _progress() -> Iterator[FitProgress | None]:
 # ---------------------------------------------------------------------- what is printed
 
 
-def _as_json(found: Calibration, seconds: float) -> dict[str, Any]:
+def _result_as_json(found: Calibration, seconds: float) -> dict[str, Any]:
     """The result as a JSON object: errors of the held-out predictions, then the log and the fit from which these errors
     come."""
     profile = found.profile
@@ -292,7 +293,7 @@ def _as_json(found: Calibration, seconds: float) -> dict[str, Any]:
     }
 
 
-def _show(found: Calibration, seconds: float, output: str | None) -> None:
+def _print_result(found: Calibration, seconds: float, output: str | None) -> None:
     profile = found.profile
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     what = profile.kind
@@ -353,7 +354,7 @@ def _check_plot(path: str) -> None:
         raise CommandError(f"--plot is {path}; its name must end with one of {', '.join(sorted(known))}, not {kind!r}")
 
 
-def _draw(found: Calibration, path: str) -> None:
+def _draw_plot(found: Calibration, path: str) -> None:
     from matplotlib.figure import Figure
 
     profile = found.profile

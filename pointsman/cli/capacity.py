@@ -15,7 +15,7 @@ from rich.text import Text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
-from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
 from pointsman.sim.capacity import (
     DENSE_GAP,
     SPARSE_GAP,
@@ -63,27 +63,28 @@ def run_capacity(
     for option, load in (("--requests-per-second", rate), ("--users", users)):
         if load is not None and low == high:
             raise CommandError(
-                f"{option} has no effect with a fixed number of replicas, for which it is found; give a range like "
-                "--replicas 1-16"
+                f"{option} has no effect with a fixed number of replicas, because the search finds this value; leave "
+                f"{option} out, or give a range like --replicas 1-16"
             )
     if asks_users and rate is not None:
-        raise CommandError("--requests-per-second has no effect beside --users or --think; give one of them")
+        raise CommandError("--requests-per-second has no effect with --users or --think; leave it out")
     if asks_users and users is None and low < high:
-        raise CommandError("--think with a range of replicas needs --users: for how many users is the range?")
+        raise CommandError("--think with a range of --replicas needs the number of users; give --users too")
     if rate is not None and not 0 < rate < math.inf:
         raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
     if not 0 < tolerance < math.inf:
-        raise CommandError(f"--tolerance is {tolerance}; it must be above 0: 0.02 is a bracket of 2 %")
+        raise CommandError(f"--tolerance is {tolerance}; it must be above 0, like 0.02 for a bracket of 2 %")
     if not 0 < share <= 1:
         raise CommandError(f"--share is {share}; it must be above 0 and at most 1")
     if num_requests is not None and num_requests < 2:
-        raise CommandError(f"--requests is {num_requests}; it must be at least 2, and thousands tell more")
-    service = what_serves(options, preset)
+        raise CommandError(f"--requests is {num_requests}; it must be at least 2; give thousands for a reliable result")
+    service = service_of_options(options, preset)
     num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
-    arriving = what_arrives(options, num_requests, asks_users=asks_users)
+    arriving = workload_of_options(options, num_requests, asks_users=asks_users)
     if arriving.rate == math.inf and not asks_users:
         raise CommandError(
-            f"{options['trace']}: its requests all arrive at once, so they have no rate; give --arrivals instead"
+            f"--trace is {options['trace']}, whose requests all arrive at the same time and so have no rate; give "
+            "--arrivals instead"
         )
     search = _Search(
         service,
@@ -98,7 +99,7 @@ def run_capacity(
     is_complete = True
     try:
         with ProgressBar("probed", None) as bar:
-            question = search.question(bar)
+            question = search.make_question(bar)
             if low < high:
                 found = fewest_replicas(question, users or rate or arriving.rate, low, high)
             elif asks_users:
@@ -109,7 +110,7 @@ def run_capacity(
         found, is_complete = search.found, False
     except SimulationError as error:
         raise CommandError(str(error)) from None
-    answer = _answer(found, search, low, high, is_complete)
+    answer = _result_lines(found, search, low, high, is_complete)
     if as_json:
         print(json.dumps(search.as_json(found, answer, is_complete), allow_nan=False))
     else:
@@ -158,13 +159,13 @@ class _Search:
         self._wanted = wanted  # number of requests of a probe; a trace may have fewer
         self._is_shown = is_shown
 
-    def remedy(self, misses: Probe) -> str:
+    def remedy_text(self, misses: Probe) -> str:
         """The remedy to print if no load meets the targets. `misses`: the probe nearest to meeting them."""
         if misses.num_refused > (1 - self.share) * misses.num_requests:
             return "shorten the requests that can never run"
         return _FASTER
 
-    def question(self, bar: ProgressBar) -> Question:
+    def make_question(self, bar: ProgressBar) -> Question:
         """The `Question` of this search: its workload, service and targets. Prints the heading; each probe then prints
         a row below the heading."""
         arriving, of_users = self.arriving, self.arriving.of_users
@@ -178,7 +179,7 @@ class _Search:
             routing=self.service.routing,
             seed=self._seed,
             host_memory=self.service.host_memory,
-            on_probe=self._row,
+            on_probe=self._print_probe,
             progress=bar.update,
         )
         if self._is_shown:
@@ -189,7 +190,7 @@ class _Search:
             self.console.print(f"Each probe is a simulation of these requests, which come {how}.")
             about_trace = f"{arriving.about_trace} {arriving.about_left_out}".strip()
             self.console.print(f"{about_trace}\n" if about_trace else "")
-            self._print(_COLUMNS, "bold")
+            self._print_cells(_COLUMNS, "bold")
         return question
 
     def extrapolations(self, probe: Probe | None) -> list[str]:
@@ -197,11 +198,11 @@ class _Search:
         None."""
         return [] if probe is None else self._extrapolations[probe]
 
-    def how_to_lengthen(self, probe: Probe) -> str:
+    def lengthening_remedy(self, probe: Probe) -> str:
         """The remedy to print if `probe` was too short: how to give a probe more requests."""
         return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
 
-    def _row(self, probe: Probe) -> None:
+    def _print_probe(self, probe: Probe) -> None:
         self.found.add(probe)
         self._extrapolations[probe] = self.service.extrapolations()
         if not self._is_shown:
@@ -217,9 +218,9 @@ class _Search:
             time_text(probe.longest_gap_p99),
             "yes" if probe.meets else "no",
         )
-        self._print(cells, "green" if probe.meets else "")
+        self._print_cells(cells, "green" if probe.meets else "")
 
-    def _print(self, cells: tuple[str, ...], style: str) -> None:
+    def _print_cells(self, cells: tuple[str, ...], style: str) -> None:
         first = 0 if self.arriving.of_users else 1  # no column for users where there are none
         columns = list(zip(cells, _WIDTHS, strict=True))[first:]
         line = "  ".join(f"{cell:>{width}}" for cell, width in columns)
@@ -247,35 +248,35 @@ class _Search:
 # ---------------------------------------------------------------------- the answer in words
 
 
-def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: bool) -> list[str]:
+def _result_lines(found: Capacity, search: _Search, low: int, high: int, is_complete: bool) -> list[str]:
     if not found.probes:
         return ["Interrupted before the first probe."]
     lines = [] if is_complete else ["Interrupted: this is the bracket so far."]
     meets, misses = found.meets, found.misses
     last = found.probes[-1]
     if low < high:
-        lines += _replica_answer(meets, misses, last, search, low, high)
+        lines += _replica_result_lines(meets, misses, last, search, low, high)
     elif search.arriving.of_users:
-        lines += _user_answer(meets, misses, last, search, high)
+        lines += _user_result_lines(meets, misses, last, search, high)
     elif meets is None:
         lines.append(
-            f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, {_figures(found.probes[0])}; "
-            f"{search.remedy(last)}."
+            f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, "
+            f"{_figures_text(found.probes[0])}; {search.remedy_text(last)}."
         )
     elif misses is None:
         lines.append(
-            f"Every rate meets the targets: all {last.num_requests:,} requests at once, {_figures(last)}; "
-            f"{search.how_to_lengthen(last)}, or set a shorter target."
+            f"Every rate meets the targets: all {last.num_requests:,} requests at once, {_figures_text(last)}; "
+            f"{search.lengthening_remedy(last)}, or set a shorter target."
         )
     elif misses.rate >= 1 / DENSE_GAP:
         lines.append(f"At least {meets.rate:.3g} requests/s meet the targets; all at once do not.")
     else:
         lines.append(
-            f"Capacity: {meets.rate:.4g} requests/s on {_replicas(high)} ({meets.rate:.4g} meet the targets, "
+            f"Capacity: {meets.rate:.4g} requests/s on {_replicas_text(high)} ({meets.rate:.4g} meet the targets, "
             f"{misses.rate:.4g} do not)."
         )
-        lines.append(f"At {meets.rate:.4g} requests/s, {_figures(meets)}.")
-    if misses is not None and _gaps_decide(misses, search.targets):
+        lines.append(f"At {meets.rate:.4g} requests/s, {_figures_text(meets)}.")
+    if misses is not None and _is_missed_by_gaps(misses, search.targets):
         lines.append(
             "The gaps miss their target: --itl-target holds for every gap of a request, the longest included. The ITL "
             f"p99 of all gaps together, which vllm bench prints, is {time_text(misses.itl_p99)} there. A long prompt "
@@ -291,14 +292,14 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
         span = (meets.num_requests - 1) / meets.rate
         lines.append(
             f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: "
-            f"{search.how_to_lengthen(meets)} before you rely on it."
+            f"{search.lengthening_remedy(meets)} before you rely on it."
         )
     if search.arriving.num_left_out:
         lines.append(search.arriving.about_trace)
     return [*lines, *search.extrapolations(meets)]
 
 
-def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
+def _is_missed_by_gaps(misses: Probe | None, targets: Targets) -> bool:
     """Whether the gaps between tokens, not the TTFT, are why the nearest probe misses the targets.
 
     If the p99 of gaps and of TTFT are both within the targets, the p99 that is nearer to its target is the reason.
@@ -309,51 +310,51 @@ def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
     return gap > ttft and ttft <= 1 and (gap > 1 or not misses.num_refused)
 
 
-def _user_answer(meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, high: int) -> list[str]:
+def _user_result_lines(meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, high: int) -> list[str]:
     if meets is None:
-        return [f"Nothing meets the targets: even with one user, {_figures(last)}; {search.remedy(last)}."]
+        return [f"Nothing meets the targets: even with one user, {_figures_text(last)}; {search.remedy_text(last)}."]
     if misses is None:
         return [
-            f"At least {meets.num_users:,} users meet the targets: {_figures(meets)}; {search.how_to_lengthen(meets)} "
-            "to test more users."
+            f"At least {meets.num_users:,} users meet the targets: {_figures_text(meets)}; "
+            f"{search.lengthening_remedy(meets)} to test more users."
         ]
     return [
-        f"Capacity: {meets.num_users:,} users on {_replicas(high)} ({meets.num_users:,} meet the targets, "
+        f"Capacity: {meets.num_users:,} users on {_replicas_text(high)} ({meets.num_users:,} meet the targets, "
         f"{misses.num_users:,} do not).",
-        f"They send {meets.rate:.4g} requests/s; {_figures(meets)}.",
+        f"They send {meets.rate:.4g} requests/s; {_figures_text(meets)}.",
     ]
 
 
-def _replica_answer(
+def _replica_result_lines(
     meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, low: int, high: int
 ) -> list[str]:
     if meets is None:
         return [
-            f"Even {high} replicas miss the targets {_load(last)}: {_figures(last)}; give a range with more of them, "
-            f"{search.remedy(last)}."
+            f"Even {high} replicas miss the targets {_load_text(last)}: {_figures_text(last)}; give a range "
+            f"with more of them, {search.remedy_text(last)}."
         ]
     if misses is None:
         return [
-            f"{_replicas(meets.num_replicas)} {'is' if meets.num_replicas == 1 else 'are'} enough {_load(meets)}, the "
-            f"fewest of {low} to {high}: {_figures(meets)}."
+            f"{_replicas_text(meets.num_replicas)} {'is' if meets.num_replicas == 1 else 'are'} enough "
+            f"{_load_text(meets)}, the fewest of {low} to {high}: {_figures_text(meets)}."
         ]
     return [
-        f"{_replicas(meets.num_replicas)} meet the targets {_load(meets)}; {misses.num_replicas} "
+        f"{_replicas_text(meets.num_replicas)} meet the targets {_load_text(meets)}; {misses.num_replicas} "
         f"{'does' if misses.num_replicas == 1 else 'do'} not.",
-        f"On {_replicas(meets.num_replicas)}, {_figures(meets)}; on {misses.num_replicas}, {100 * misses.share:.2f} % "
-        "meet them.",
+        f"On {_replicas_text(meets.num_replicas)}, {_figures_text(meets)}; on {misses.num_replicas}, "
+        f"{100 * misses.share:.2f} % meet them.",
     ]
 
 
-def _load(probe: Probe) -> str:
+def _load_text(probe: Probe) -> str:
     return f"at {probe.rate:.4g} requests/s" if probe.num_users is None else f"with {probe.num_users:,} users"
 
 
-def _replicas(count: int) -> str:
+def _replicas_text(count: int) -> str:
     return f"{count} replica{'s' * (count > 1)}"
 
 
-def _figures(probe: Probe) -> str:
+def _figures_text(probe: Probe) -> str:
     return (
         f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {time_text(probe.ttft_p99)}, ITL p99 "
         f"{time_text(probe.itl_p99)}, and 99 % have no gap longer than {time_text(probe.longest_gap_p99)}"

@@ -64,7 +64,7 @@ def run_chat(
         CommandError: the server cannot be reached, refuses the key, or does not have the model.
     """
     sampling = {"temperature": temperature, "max_completion_tokens": max_tokens}
-    with _client(url, api_key) as client:
+    with _make_client(url, api_key) as client:
         try:
             model = choose_model(client, model)
         except TurnError as error:
@@ -74,8 +74,8 @@ def run_chat(
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # bytes that are not text become replacement characters
         if sys.stdin.isatty() and sys.stdout.isatty():
-            return _talk(chat)
-        return _complete_lines(chat)
+            return _run_conversation(chat)
+        return _send_each_line(chat)
 
 
 class Chat:
@@ -88,7 +88,7 @@ class Chat:
     """
 
     def __init__(self, client: httpx2.Client, parameters: dict[str, Any], system: str | None = None) -> None:
-        self.messages = [_message_of("system", system)] if system else []
+        self.messages = [_make_message("system", system)] if system else []
         self.end: str | None = None
         """The server's finish reason of the last completion; None: this client stopped the completion."""
         self._client = client
@@ -103,7 +103,7 @@ class Chat:
         Raises:
             TurnError: there is no completion, or the completion was cut off; the history is unchanged.
         """
-        messages = [*self.messages, _message_of("user", question)]
+        messages = [*self.messages, _make_message("user", question)]
         pieces: list[str] = []
         failed = True
         self.end = None
@@ -117,27 +117,27 @@ class Chat:
             raise
         finally:
             if not failed:
-                self.messages = [*messages, _message_of("assistant", "".join(pieces))]
+                self.messages = [*messages, _make_message("assistant", "".join(pieces))]
 
     def _complete(self, messages: list[dict[str, str]]) -> Iterator[str]:
         body = {**self._parameters, "messages": messages, "stream": True}
         done = False
         with _connection_errors(), self._client.sse("/v1/chat/completions", method="POST", json=body) as source:
-            _check(source.response)
+            _check_status(source.response)
             for event in source:
                 if event.data == "[DONE]":
                     done = True
                 elif event.data and not done:
-                    yield from self._piece(event.data)
+                    yield from self._read_event(event.data)
         if not done:
             raise TurnError("the connection ended before the completion; see the server's log")
 
-    def _piece(self, data: str) -> Iterator[str]:
+    def _read_event(self, data: str) -> Iterator[str]:
         """Yield the texts in a server-sent event, if there are any."""
         try:
             chunk = json.loads(data)
             if "error" in chunk:
-                raise TurnError(f"the server broke off: {_error_text(chunk)}")
+                raise TurnError(f"the server stopped the completion: {_error_text(chunk)}")
             for choice in chunk["choices"]:
                 self.end = choice.get("finish_reason") or self.end
                 if text := choice["delta"].get("content"):
@@ -155,13 +155,13 @@ def choose_model(client: httpx2.Client, model: str | None) -> str:
     place = _public_address(client.base_url)
     with _connection_errors():
         response = client.get("/v1/models")
-        _check(response)
+        _check_status(response)
     try:
         names = [str(each["id"]) for each in response.json()["data"]]
     except (ValueError, LookupError, TypeError):
-        raise TurnError(f"{place} does not answer as an OpenAI-compatible server", EXIT_BAD_INPUT) from None
+        raise TurnError(f"the server at {place} is not OpenAI-compatible; give another --url", EXIT_BAD_INPUT) from None
     if not names:
-        raise TurnError(f"{place} serves no model")
+        raise TurnError(f"the server at {place} lists no model; check --url")
     if model is None:
         return names[0]
     if model not in names:
@@ -170,7 +170,7 @@ def choose_model(client: httpx2.Client, model: str | None) -> str:
     return model
 
 
-def _talk(chat: Chat) -> int:
+def _run_conversation(chat: Chat) -> int:
     """Run a conversation on a terminal."""
     with suppress(ImportError):
         import readline  # noqa: F401  (lets `input` edit and recall lines)
@@ -187,7 +187,7 @@ def _talk(chat: Chat) -> int:
         if not question.strip():
             continue
         try:
-            _show(chat, question)
+            _print_completion(chat, question)
         except KeyboardInterrupt:
             print("\n(stopped)", file=sys.stderr)
         except TurnError as error:
@@ -195,14 +195,14 @@ def _talk(chat: Chat) -> int:
             _print_error(error)
 
 
-def _complete_lines(chat: Chat) -> int:
+def _send_each_line(chat: Chat) -> int:
     """Send one message per line; continue after a failed message, unless the server cannot be reached."""
     worst = EXIT_OK
     for line in sys.stdin:
         if not line.strip():
             continue
         try:
-            _show(chat, line.rstrip("\r\n"))
+            _print_completion(chat, line.rstrip("\r\n"))
         except TurnError as error:
             if isinstance(error.__cause__, httpx2.TransportError):
                 raise CommandError(str(error), EXIT_FAILED) from None
@@ -212,7 +212,7 @@ def _complete_lines(chat: Chat) -> int:
     return worst
 
 
-def _show(chat: Chat, question: str) -> None:
+def _print_completion(chat: Chat, question: str) -> None:
     with closing(chat.ask(question)) as pieces:  # closing it on an interrupt disconnects from the server
         for piece in pieces:
             # A model may generate any character, and a terminal interprets some of them.
@@ -222,7 +222,7 @@ def _show(chat: Chat, question: str) -> None:
         print(f"({ENDS[chat.end]})", file=sys.stderr, flush=True)
 
 
-def _client(url: str, api_key: str | None) -> httpx2.Client:
+def _make_client(url: str, api_key: str | None) -> httpx2.Client:
     """A client of the server at `url`.
 
     Raises:
@@ -233,7 +233,7 @@ def _client(url: str, api_key: str | None) -> httpx2.Client:
     except httpx2.InvalidURL as error:
         raise CommandError(f"--url is {url!r}: {error}; write for example http://127.0.0.1:8000") from None
     if base.scheme not in ("http", "https") or not base.host:
-        raise CommandError(f"--url is {url!r}; write for example http://127.0.0.1:8000")
+        raise CommandError(f"--url is {url!r}, not an HTTP address; write for example http://127.0.0.1:8000")
     headers = {}
     if api_key:
         if not (api_key.isascii() and api_key.isprintable()):
@@ -256,7 +256,7 @@ def _connection_errors() -> Iterator[None]:
         raise TurnError(f"the connection failed: {one_line(str(error)) or type(error).__name__}") from error
 
 
-def _check(response: httpx2.Response) -> None:
+def _check_status(response: httpx2.Response) -> None:
     """Raise TurnError if the response's status is not a success."""
     if response.is_success:
         return
@@ -281,7 +281,7 @@ def _error_text(body: Any) -> str:
     return one_line(str(message))[:400]
 
 
-def _message_of(role: str, content: str) -> dict[str, str]:
+def _make_message(role: str, content: str) -> dict[str, str]:
     """A message of the history, without lone surrogates: arguments and models may contain them, but they cannot be
     encoded."""
     return {"role": role, "content": content.encode("utf-8", "replace").decode("utf-8")}

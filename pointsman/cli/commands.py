@@ -40,7 +40,7 @@ def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], oth
     if not config.token_limits and "token_limits" in with_prefill_gap(knobs):
         knobs["token_limits"] = (NO_LIMITS,)
     size = ["--num-blocks", str(config.num_blocks), "--block-size", str(config.block_size)]
-    return shlex.join(["pointsman", "serve", "--model", model, *size, *_flags(others), *_flags(knobs)])
+    return shlex.join(["pointsman", "serve", "--model", model, *size, *_as_flags(others), *_as_flags(knobs)])
 
 
 def vllm_command(
@@ -53,8 +53,8 @@ def vllm_command(
         model, config, names, others: see `serve_command`.
         preset: the preset on which the settings are based.
     """
-    native, additional = _for_vllm(config, names, preset)
-    command = ["vllm", "serve", model, *_flags(others), *native]
+    native, additional = _settings_for_vllm(config, names, preset)
+    command = ["vllm", "serve", model, *_as_flags(others), *native]
     if additional is not None:
         command += ["--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
         command += ["--additional-config", json.dumps({"pointsman": additional})]
@@ -72,17 +72,19 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
     native = {FLAGS[name]: value for name, value in changed.items() if FLAGS.get(name)}
     if "num_blocks" in changed:
         native[FLAGS["num_blocks"]] = config.num_usable_blocks + 1  # vLLM keeps one block for itself
-    flags = _flags({flag.removeprefix("--").replace("-", "_"): value for flag, value in native.items()})
+    flags = _as_flags({flag.removeprefix("--").replace("-", "_"): value for flag, value in native.items()})
     additional = {name: value for name, value in changed.items() if name in ADDITIONAL}
     if not ours and not flags and not additional:
         return None
     vllm = ["vllm", "serve", model, *flags, "--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
     if additional:
         vllm += ["--additional-config", json.dumps({"pointsman": additional})]
-    return shlex.join(vllm), shlex.join(["pointsman", "serve", "--model", model, *_flags(ours)])
+    return shlex.join(vllm), shlex.join(["pointsman", "serve", "--model", model, *_as_flags(ours)])
 
 
-def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tuple[list[str], dict[str, Any] | None]:
+def _settings_for_vllm(
+    config: SchedulerConfig, names: Iterable[str], preset: str
+) -> tuple[list[str], dict[str, Any] | None]:
     """Flags of vLLM, and the object in --additional-config for settings that vLLM itself lacks; None: no object is
     needed."""
     base = preset if preset in SYSTEMS else "default"
@@ -97,7 +99,7 @@ def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tup
             flags[FLAGS[name].removeprefix("--").replace("-", "_")] = value
         elif name in ADDITIONAL:
             additional[name] = value
-    found = _flags(flags)
+    found = _as_flags(flags)
     if additional.get("order") == "priority-by-arrival" and base == "vllm":
         del additional["order"]  # as vLLM's own scheduler does
         found += ["--scheduling-policy", "priority"]
@@ -106,7 +108,7 @@ def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tup
     return found, {"preset": base, **additional}
 
 
-def _flags(values: Mapping[str, Any]) -> list[str]:
+def _as_flags(values: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in values.items():
         option = flag(name)

@@ -90,10 +90,10 @@ def compare(
         raise CommandError(f"--limit is {limit}; it must be at least 1")
     ttft, itl = seconds("ttft_target", ttft_target), seconds("itl_target", itl_target)
 
-    def counted(outcome: Outcome, config: SchedulerConfig) -> Report:
+    def make_report(outcome: Outcome, config: SchedulerConfig) -> Report:
         return figures(outcome, config, num_bootstrap=0, ttft_target=ttft, itl_target=itl)
 
-    given = {text: _parsed(text) for text in settings}
+    given = {text: _parse_setting(text) for text in settings}
     try:
         observed = read_observed(path)
         happened = replayed(observed, path, limit)
@@ -104,27 +104,27 @@ def compare(
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
     except (SimulationError, TraceError) as error:
         raise CommandError(str(error)) from None
-    configs, problems = _configs(happened.config, {**OTHERS, **given})
-    rows = [Row(MEASURED, counted(happened.outcome, happened.config))]
+    configs, problems = _make_configs(happened.config, {**OTHERS, **given})
+    rows = [Row(MEASURED, make_report(happened.outcome, happened.config))]
     check: RequestErrors | None = None
     for name, config in configs.items():
-        outcome, outside = _simulated(name, happened, config, profile)
+        outcome, outside = _simulate_config(name, happened, config, profile)
         if name == SIMULATED:
-            check = _errors(happened, outcome)
-        rows.append(Row(name, counted(outcome, config), outside))
+            check = _simulation_errors(happened, outcome)
+        rows.append(Row(name, make_report(outcome, config), outside))
     assert check is not None
     title = f"{Path(path).name}: {observed.model} on {observed.scheduler}"
     if as_json:
         print(json.dumps(_as_json(title, happened, profile, check, rows, problems), allow_nan=False))
     else:
-        _print(title, happened, profile, check, rows, problems, (ttft, itl) != (None, None))
+        _print_comparison(title, happened, profile, check, rows, problems, (ttft, itl) != (None, None))
     return EXIT_OK
 
 
 # ---------------------------------------------------------------------- what is simulated
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse_setting(text: str) -> dict[str, Any]:
     """Knobs of "name=value,name=value"; `preset` stands for the knobs of a preset."""
     values: dict[str, Any] = {}
     for part in text.split(","):
@@ -148,7 +148,7 @@ def _parsed(text: str) -> dict[str, Any]:
     return values
 
 
-def _configs(
+def _make_configs(
     own: SchedulerConfig, others: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, SchedulerConfig], list[str]]:
     """The configurations by name, vLLM's own first; and, for each impossible configuration, the reason."""
@@ -169,7 +169,7 @@ def _configs(
     return configs, problems
 
 
-def _simulated(
+def _simulate_config(
     name: str, happened: Replayed, config: SchedulerConfig, profile: Profile
 ) -> tuple[Outcome, dict[str, int]]:
     watched = WatchedStepTime(profile.step_time)
@@ -182,7 +182,7 @@ def _simulated(
     return outcome, {part: value for part, value in most.items() if value > known[part][1]}
 
 
-def _errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
+def _simulation_errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
     """Errors of the simulation with vLLM's own settings, relative to vLLM's measured times."""
     lengths = [request.num_output_tokens for request in happened.trace]
     predicted, measured = times_of(outcome, lengths), times_of(happened.outcome, lengths)
@@ -193,7 +193,7 @@ def _errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
 # ---------------------------------------------------------------------- what is printed
 
 
-def _numbers(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row) -> dict[str, Any]:
     report = row.report
     kinds = {"ttft": report.ttft, "tpot": report.tpot, "itl": report.itl, "e2e": report.e2e}
     found: dict[str, Any] = {
@@ -221,12 +221,12 @@ def _as_json(
         "num_left_out": sum(happened.recorded.left_out.values()),
         "steps": profile.held_out_errors,
         "check": check.to_dict(),
-        "rows": {row.name: _numbers(row) for row in rows},
+        "rows": {row.name: _row_as_json(row) for row in rows},
         "not_simulated": problems,
     }
 
 
-def _print(
+def _print_comparison(
     title: str,
     happened: Replayed,
     profile: Profile,
@@ -255,14 +255,14 @@ def _print(
     for heading in ("pre-\nempted", "tokens\n/s", *(["good-\nput"] if has_targets else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*_cells(row, has_targets))
+        table.add_row(*_row_cells(row, has_targets))
     console.print(table)
     console.print()
     for line in _remarks(profile, check, rows, problems):
         console.print(Text(line))
 
 
-def _cells(row: Row, has_targets: bool) -> list[str]:
+def _row_cells(row: Row, has_targets: bool) -> list[str]:
     report = row.report
     cells = [row.name + (" *" if row.outside else "")]
     for distribution in (report.ttft, report.tpot, report.itl, report.e2e):
@@ -281,14 +281,14 @@ def _milliseconds(distribution: Distribution, quantile: str) -> str:
 
 
 def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], problems: list[str]) -> list[str]:
-    """Remarks for the reader, the error of the model first."""
+    """Remarks to print below the table; the first remark has the errors of the simulation with vLLM's own settings."""
     measured, simulated = rows[0].report, rows[1].report
     errors = {
         "TTFT mean": check.ttft_mean_error,
         "TTFT p50": check.ttft_p50_error,
         "TTFT p99": check.ttft_p99_error,
         "TPOT mean": check.tpot_mean_error,
-        "ITL p99": _relative(simulated.itl.p99.value, measured.itl.p99.value),
+        "ITL p99": _relative_error(simulated.itl.p99.value, measured.itl.p99.value),
     }
     found = ", ".join(f"{name} {value:+.1%}" for name, value in errors.items() if value is not None)
     step = profile.held_out_errors["step_mape"]
@@ -309,5 +309,5 @@ def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], proble
     return lines + [f"Not simulated, {problem}" for problem in problems]
 
 
-def _relative(value: float | None, to: float | None) -> float | None:
+def _relative_error(value: float | None, to: float | None) -> float | None:
     return value / to - 1 if value is not None and to else None

@@ -56,19 +56,19 @@ def read_config(path: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     except UnicodeDecodeError:
         raise CommandError(f"{path} is not UTF-8 text; save it as UTF-8") from None
     try:
-        entries = _entries(yaml, text, path)
+        entries = _read_entries(yaml, text, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}, line {mark.line + 1}" if mark is not None else path
         raise CommandError(f"{place}: not YAML: {shown(getattr(error, 'problem', None) or str(error), 200)}") from None
     except RecursionError:
-        raise CommandError(f"{path}: lists within lists, deeper than can be read; write one option a line") from None
+        raise CommandError(f"{path}: its lists are nested too deeply; write one option per line") from None
     if entries is None:
         raise CommandError(f'{path} is not a mapping; write one option a line, like "max_num_seqs: 64"')
-    return _checked(path, entries, options)
+    return _check_entries(path, entries, options)
 
 
-def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] | None:
+def _read_entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] | None:
     """(line, key, value) of each entry; None: the document is not a mapping. Only plain types are constructed, as by
     `safe_load`, which reports neither lines nor duplicate keys.
 
@@ -86,7 +86,9 @@ def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] |
             place = f"{path}, line {key.start_mark.line + 1}"
             parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
             if not all(isinstance(one, yaml.ScalarNode) for one in (key, *parts)):
-                raise CommandError(f"{place}: {shown(str(key.value))} is neither a value nor a list of values")
+                raise CommandError(
+                    f"{place}: {shown(str(key.value))} has a nested value; write a single value or a list like [a, b]"
+                )
             try:
                 entries.append(
                     (key.start_mark.line + 1, loader.construct_object(key), loader.construct_object(value, deep=True))
@@ -98,7 +100,7 @@ def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] |
         loader.dispose()
 
 
-def _checked(
+def _check_entries(
     path: str, entries: list[tuple[int, object, Any]], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
@@ -109,16 +111,18 @@ def _checked(
         if name in SECRETS:
             raise CommandError(f"{place}: {key} is a secret; use {SECRETS[name]}")
         if name not in options:
-            raise CommandError(f"{place}: {represented(key)} is not an option{_nearest(name[:80], options)}")
+            raise CommandError(
+                f"{place}: {represented(key)} is not an option{_nearest_option_hint(name[:80], options)}"
+            )
         if name in lines:
-            raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
+            raise CommandError(f"{place}: {key} was set in line {lines[name]} already; remove one of the two lines")
         lines[name] = line
         if value is not None:
             values[name] = typed(place, name, value, options[name])
     return values, {name: f"{path}, line {lines[name]}" for name in values}
 
 
-def _nearest(name: str, options: Mapping[str, Any]) -> str:
+def _nearest_option_hint(name: str, options: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, options, n=1)
     return f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists them all"
 

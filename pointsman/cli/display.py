@@ -102,13 +102,13 @@ class PlainDisplay:
         if now >= self._next:
             self._next = now + PLAIN_SECONDS
             status = progress.status(now)
-            print(f"[{status.seconds:6.1f} s] {_figures(status)}", flush=True)
+            print(f"[{status.seconds:6.1f} s] {_status_text(status)}", flush=True)
 
     def ended(self, entry: Entry) -> None:
         if entry.end == "refused":
             return  # the caller reports it on stderr, or counts it
         answer = f": {one_line(entry.prompt)} ▸ {one_line(entry.text)}" if self._texts else ""
-        print(f"{one_line(entry.request_id)} {_end(entry)}{answer}", flush=True)
+        print(f"{one_line(entry.request_id)} {_end_text(entry)}{answer}", flush=True)
 
     def summary(self, summary: dict[str, Any]) -> None:
         print("\n".join(summary_lines(summary)), flush=True)
@@ -142,7 +142,7 @@ class LiveDisplay:
             return
         # Printed above the table, so that complete texts stay in the terminal's history.
         answer = Text.assemble(
-            (f"{one_line(entry.request_id)} ({_end(entry)})\n", "dim"),
+            (f"{one_line(entry.request_id)} ({_end_text(entry)})\n", "dim"),
             (printable(entry.prompt), "bold"),
             printable(entry.text),
         )
@@ -153,7 +153,7 @@ class LiveDisplay:
 
     def _frame(self, progress: Progress, now: float) -> Sequence[Text | Table]:
         status = progress.status(now)
-        figures = Text(_figures(status), style="bold", no_wrap=True, overflow="ellipsis")
+        figures = Text(_status_text(status), style="bold", no_wrap=True, overflow="ellipsis")
         table = Table(box=None, pad_edge=False, expand=True, show_header=True, header_style="dim")
         for name, width in (("request", 12), ("state", 20), ("tokens", 11)):
             table.add_column(name, width=width, no_wrap=True, overflow="ellipsis")
@@ -163,11 +163,11 @@ class LiveDisplay:
             state = entry.state()
             table.add_row(  # Text throughout: in a plain string, rich would take "[...]" for markup
                 Text(one_line(entry.request_id)),
-                Text(_why(progress, entry, state), style=_STYLES.get(state, "")),
-                Text(_advance(entry)),
+                Text(_state_with_reason(progress, entry, state), style=_STYLES.get(state, "")),
+                Text(_computed_tokens_text(entry)),
                 Text(tail(entry.prompt + entry.text, width) if self._texts else ""),
             )
-        return [figures, _bar(status, self._console.width), table]
+        return [figures, _pool_bar(status, self._console.width), table]
 
     def _shown(self, progress: Progress) -> list[Entry]:
         """The unfinished requests that fit the terminal, running ones first."""
@@ -221,7 +221,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _figures(status: Status) -> str:
+def _status_text(status: Status) -> str:
     expected = f"expected {status.expected}  " if status.expected else ""
     return (
         f"running {status.running}  waiting {status.waiting}  {expected}ended {status.ended}  "
@@ -230,7 +230,7 @@ def _figures(status: Status) -> str:
     )
 
 
-def _bar(status: Status, width: int) -> Text:
+def _pool_bar(status: Status, width: int) -> Text:
     """The share of the pool that requests hold, as a bar."""
     label = f" {status.used_blocks}/{status.num_blocks} blocks"
     cells = max(width - len(label), 1)
@@ -238,7 +238,7 @@ def _bar(status: Status, width: int) -> Text:
     return Text.assemble(("█" * filled, "green"), ("░" * (cells - filled), "dim"), (label, "dim"))
 
 
-def _why(progress: Progress, entry: Entry, state: str) -> str:
+def _state_with_reason(progress: Progress, entry: Entry, state: str) -> str:
     """The request's state and, if it waits, the reason."""
     if state not in ("waiting", "preempted"):
         return state
@@ -246,12 +246,12 @@ def _why(progress: Progress, entry: Entry, state: str) -> str:
     return f"{state}: {reason.value}" if reason else state
 
 
-def _advance(entry: Entry) -> str:
+def _computed_tokens_text(entry: Entry) -> str:
     request = entry.request
     return f"{request.num_computed_tokens}/{request.num_tokens}" if request else ""
 
 
-def _end(entry: Entry) -> str:
+def _end_text(entry: Entry) -> str:
     detail = f" ({one_line(entry.detail)})" if entry.detail else ""
     times = 0 if entry.request is None else entry.request.num_preemptions
     preempted = f", preempted {times} time{'s' * (times > 1)}" if times else ""

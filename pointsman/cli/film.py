@@ -63,7 +63,7 @@ def film(
         raise CommandError(f"{given[0]} and {given[1]} print different things; give one of them")
     if not is_film(path):
         made = path.with_suffix(".film") if out is None else Path(out)
-        check_is_other(path, made)
+        check_output_is_not_input(path, made)
         path = _make_film(path, made, blocks)
     elif out is not None:
         raise CommandError(f"{file} is a film already; --out applies only to a recording")
@@ -112,7 +112,7 @@ def read_film(path: Path) -> Film:
         return Film.read(path)
 
 
-def check_is_other(source: Path, out: Path) -> None:
+def check_output_is_not_input(source: Path, out: Path) -> None:
     """Check the output's path. Raises CommandError if the output would replace the input."""
     if out.exists() and out.samefile(source):
         raise CommandError(f"{out} is the input file; give --out another name")
@@ -131,14 +131,14 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
             f"of {recording.name} replayed", math.ceil(megabytes), noun="MB", figure="{task.fields[now]:,.0f} lines"
         )
         with BufferedReader(open_regular(recording)) as opened, bar:
-            replay(_counted_lines(opened, bar), lambda scheduler: scheduler.start_film(recorder))
+            replay(_lines_with_progress(opened, bar), lambda scheduler: scheduler.start_film(recorder))
         recorder.close()
     except (ReplayDifference, ValueError, OverflowError) as error:  # OverflowError: a number beyond 64 bits
         raise CommandError(f"{recording}: {error}") from None
     return recorder
 
 
-def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
+def _lines_with_progress(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
     num_characters = 0
     for num_lines, line in enumerate(read_text_lines(opened), start=1):
         yield line
@@ -207,13 +207,13 @@ def _print_step(found: Film, step: int) -> None:
         table.add_row(Text(one_line(teller.name(number))), *(f"{count:,}" for count in numbers))
     console = Console(markup=False)
     console.print(table)
-    _print_rest(len(state.running))
+    _print_omitted_count(len(state.running))
     print(f"{len(state.waiting)} waiting, {len(state.parked)} parked")
     asked = [*state.skipped, *([] if state.blocker is None else [state.blocker])]
     others = [number for number in [*state.waiting, *state.parked] if number not in asked]
     for number in [*asked, *others][:MAX_ROWS]:
         print(f"  {one_line(teller.name(number))}: {one_line(teller.why(state, number))}")
-    _print_rest(len(state.waiting) + len(state.parked))
+    _print_omitted_count(len(state.waiting) + len(state.parked))
     if state.is_cached is not None:
         references = state.num_references()
         free = int((references == 0).sum()) - found.header["config"]["num_reserved_blocks"]
@@ -221,7 +221,7 @@ def _print_step(found: Film, step: int) -> None:
         print(f"blocks: {int((references > 0).sum()):,} in use, {free:,} free, {cached:,} of these with cached content")
 
 
-def _print_rest(count: int) -> None:
+def _print_omitted_count(count: int) -> None:
     if count > MAX_ROWS:
         print(f"  and {count - MAX_ROWS} more")
 
@@ -245,10 +245,10 @@ def _print_life(found: Film, request_id: str) -> None:
         print(f"ran {life.ran:.3f} s, waited {life.total_waited:.3f} s" + (":" if life.waited else ""))
         width = max(map(len, life.waited), default=0)
         for reason, seconds in life.waited.items():
-            print(f"{seconds:10.3f} s  {_shown(reason):{width}}  {meaning_of(reason)}")
+            print(f"{seconds:10.3f} s  {_reason_text(reason):{width}}  {meaning_of(reason)}")
 
 
-def _shown(reason: str) -> str:
+def _reason_text(reason: str) -> str:
     return reason.replace("_", " ")
 
 
@@ -261,7 +261,7 @@ def _print_waits(found: Film, limit: int) -> None:
     for life in lives[:limit]:
         if not life.waited:
             break
-        parts = [f"{_shown(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MAX_REASONS]]
+        parts = [f"{_reason_text(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MAX_REASONS]]
         name = Text(one_line(found.requests[life.number].request_id))
         table.add_row(name, f"{life.total_waited:.3f}", f"{life.ran:.3f}", "; ".join(parts))
     if not table.row_count:
@@ -269,7 +269,7 @@ def _print_waits(found: Film, limit: int) -> None:
         return
     Console(markup=False).print(table)
     for reason in dict.fromkeys(reason for life in lives[:limit] for reason in list(life.waited)[:MAX_REASONS]):
-        print(f"{_shown(reason)}: {meaning_of(reason)}")
+        print(f"{_reason_text(reason)}: {meaning_of(reason)}")
     print("Next: --request ID shows why each of them waited")
 
 

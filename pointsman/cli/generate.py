@@ -40,8 +40,8 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
         run.admit_arrived(interruption)
         run.report_refusals()
         with display:
-            run.loop(interruption)
-            run.abort_rest()
+            run.run_steps(interruption)
+            run.abort_unfinished()
     summary = run.progress.summary(time.monotonic(), interrupted=interruption.requested)
     display.summary({**summary, "left_out": workload.about_left_out})
     if run.failure:
@@ -78,7 +78,7 @@ class _Run:
         """Add the requests whose arrival time has passed."""
         elapsed = time.monotonic() - self.progress.start
         while self.pending and self.pending[0].arrival_time <= elapsed and not interruption.requested:
-            self._add(self.pending.popleft())
+            self._add_job(self.pending.popleft())
 
     def report_refusals(self) -> None:
         """Report the refused requests so far: their number for a trace, otherwise one error each, or one error if no
@@ -95,7 +95,7 @@ class _Run:
                 self.had_bad_prompt = True
                 _print_error(refusal)
 
-    def loop(self, interruption: Interruption) -> None:
+    def run_steps(self, interruption: Interruption) -> None:
         """Step until every request has finished, Ctrl-C was pressed or a step failed."""
         from pointsman.engine import EngineStepError
         from pointsman.engine.stats import StatsLogger
@@ -120,7 +120,7 @@ class _Run:
         if statistics is not None:
             statistics.finish()
 
-    def abort_rest(self) -> None:
+    def abort_unfinished(self) -> None:
         """Abort unfinished requests; after a complete run there are none."""
         for entry in self.progress.unfinished():
             if (output := self.engine.abort(entry.request_id)) is not None:
@@ -140,7 +140,7 @@ class _Run:
             )
         return message
 
-    def _add(self, job: Job) -> None:
+    def _add_job(self, job: Job) -> None:
         try:
             prompt = job.prompt(self.engine.loaded.vocab_size)
             request = self.engine.add_request(

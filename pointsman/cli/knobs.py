@@ -29,7 +29,7 @@ from pointsman.files import represented
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that accept sizes like 64MiB."""
 NO_LIMITS = "none"
-"""Value of the option that means no token limits."""
+"""Value of `--token-limit` that turns all token limits off."""
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
@@ -50,14 +50,16 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
             raise ValueError(f"--threads is {num_threads}; it must be at least 1")
         arguments["num_threads"] = num_threads
     if arguments.get("stream_interval", 1) < 1:
-        raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1: every token")
+        raise ValueError(f"--stream-interval is {arguments['stream_interval']}; it must be at least 1 (every token)")
     if "kv_events_config" in arguments:
         arguments["kv_events_config"] = kv_events_config(arguments["kv_events_config"])
     if "speculative_config" in arguments:
         speculative_config = json_object("speculative_config", arguments.pop("speculative_config"))
         arguments |= speculation_knobs(speculative_config, arguments)
     if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
-        raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
+        raise ValueError(
+            f"--watchdog-seconds is {arguments['watchdog_seconds']}; it must be at least 0 (0: no watchdog)"
+        )
     for name in SIZES & arguments.keys():
         arguments[name] = size(arguments[name], name)
     if "kv_cache_bytes" in arguments and "num_blocks" in arguments:
@@ -128,7 +130,7 @@ def json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
-    """(running requests, drafts) pairs of text like 16:2,64:0.
+    """The pairs (number of running requests, number of drafts) in a text like 16:2,64:0.
 
     Raises:
         ValueError: `text` does not have this form.
@@ -152,7 +154,7 @@ def token_limits(names: Sequence[str]) -> list[str]:
         return list(names)
     if len(names) > 1:
         others = ", ".join(name for name in names if name != NO_LIMITS) or NO_LIMITS
-        raise ValueError(f"--token-limit {NO_LIMITS} leaves no limit, and {others} is given too; give one of them")
+        raise ValueError(f"--token-limit {NO_LIMITS} excludes all other limits, but {others} is given; leave one out")
     return []
 
 

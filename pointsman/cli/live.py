@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from pointsman.cli.vllm import asking
+from pointsman.cli.vllm import scheduler_connection
 from pointsman.integrations.vllm import client
 from pointsman.web import local
 from pointsman.web.page import assemble
@@ -19,13 +19,13 @@ def live_server(socket: str) -> local.LocalServer:
     Raises:
         CommandError: no scheduler answers on the socket.
     """
-    with asking(socket) as connection:
+    with scheduler_connection(socket) as connection:
         model = connection.ask("explain", limit=1)["model"]
     page = assemble("live", f"Live: {model}", connects=True)
-    return local.LocalServer(page, {("GET", "/live/film"): partial(_film, socket)})
+    return local.LocalServer(page, {("GET", "/live/film"): partial(_open_film, socket)})
 
 
-def _film(socket: str, _: local.Ask) -> Iterator[bytes]:
+def _open_film(socket: str, _: local.Ask) -> Iterator[bytes]:
     """The film that arrives from the socket.
 
     Raises:
@@ -38,10 +38,10 @@ def _film(socket: str, _: local.Ask) -> Iterator[bytes]:
         raise local.Refused(503, str(error)) from None
     except client.Refused as error:
         raise local.Refused(502, str(error)) from None
-    return _relay(connection, first)
+    return _relay_records(connection, first)
 
 
-def _relay(connection: client.Connection, line: dict[str, Any]) -> Iterator[bytes]:
+def _relay_records(connection: client.Connection, line: dict[str, Any]) -> Iterator[bytes]:
     try:
         while True:
             yield base64.b64decode(line["records"])

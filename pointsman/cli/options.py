@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import typer
 from typer.core import TyperCommand
 
-from pointsman.cli.scheduler_options import of_panel, served_options
+from pointsman.cli.scheduler_options import knobs_of_panel, served_options
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.sources.named import NAMED
 
@@ -452,12 +452,12 @@ ENGINE_PANELS: Panels = {
         "max_model_len",
         "kv_cache_dtype",
         "disable_hybrid_kv_cache_manager",
-        *of_panel("KV pool and prefix cache"),
+        *knobs_of_panel("KV pool and prefix cache"),
     ),
-    "Steps": of_panel("Steps"),
-    "Admission and preemption": of_panel("Admission and preemption"),
+    "Steps": knobs_of_panel("Steps"),
+    "Admission and preemption": knobs_of_panel("Admission and preemption"),
     "Speculation": (
-        *of_panel("Speculation"),
+        *knobs_of_panel("Speculation"),
         "prompt_lookup_min",
         "prompt_lookup_max",
         "speculative_config",
@@ -467,13 +467,13 @@ ENGINE_PANELS: Panels = {
         "kv_store",
         "kv_store_role",
         "kv_store_bytes",
-        *of_panel("KV outside the pool"),
+        *knobs_of_panel("KV outside the pool"),
         "kv_events_config",
     ),
     "Outputs and observation": (
         "stream_interval",
         "grammar_timeout",
-        *of_panel("Outputs and observation"),
+        *knobs_of_panel("Outputs and observation"),
         "watchdog_seconds",
         "log_requests",
         "log_stats_interval",

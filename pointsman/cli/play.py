@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pointsman.cli.errors import EXIT_OK, CommandError
-from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film
+from pointsman.cli.film import broken_films, check_output_is_not_input, film_recording, is_film
 from pointsman.cli.live import live_server
 from pointsman.cli.sandbox import open_sandbox
 from pointsman.web.film import Film
@@ -51,23 +51,25 @@ def play(
         others = [name for name, value in given.items() if value is not None]
         if others:
             raise CommandError(f"--socket shows live decisions, so {others[0]} has no effect; leave one of them out")
-        return _serve(live_server(socket), open_page=open_page)
+        return _serve_page(live_server(socket), open_page=open_page)
     if sandbox:
         if beside is not None:
-            raise CommandError(f"{beside} is a second run, and a sandbox starts from one; leave it out")
+            raise CommandError(f"{beside} is a second film, but --sandbox starts from at most one; leave {beside} out")
         if out is not None:
             raise CommandError("--out writes a page, and --sandbox serves one; leave one of them out")
-        return _serve(open_sandbox(file, port or 0), open_page=open_page)
+        return _serve_page(open_sandbox(file, port or 0), open_page=open_page)
     if port is not None:
-        raise CommandError(f"--port is {port}, and applies only to --sandbox; add that, or leave it out")
+        raise CommandError(
+            f"--port is {port}, but has an effect only with --sandbox; add --sandbox, or leave --port out"
+        )
     if file is None:
         raise CommandError("there is nothing to play; give a film or a recording, --sandbox, or --socket")
     sources = [Path(name) for name in (file, beside) if name is not None]
     name = "-".join(source.stem for source in sources) + ".html"
     path = sources[0].with_name(name) if out is None else Path(out)
     for source in sources:
-        check_is_other(source, path)
-    films = [(_film_of(source), source.name) for source in sources]
+        check_output_is_not_input(source, path)
+    films = [(_read_film_bytes(source), source.name) for source in sources]
     try:
         path.write_text(page_of(*films[0], beside=films[1] if beside is not None else None), encoding="utf-8")
     except ValueError as error:
@@ -80,7 +82,7 @@ def play(
     return EXIT_OK
 
 
-def _serve(server: LocalServer, *, open_page: bool) -> int:
+def _serve_page(server: LocalServer, *, open_page: bool) -> int:
     """Serve the page until Ctrl-C."""
     print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
     if open_page:
@@ -92,7 +94,7 @@ def _serve(server: LocalServer, *, open_page: bool) -> int:
     return EXIT_OK
 
 
-def _film_of(source: Path) -> bytes:
+def _read_film_bytes(source: Path) -> bytes:
     """The bytes of the film in `source`, or of a film made from the recording in `source`."""
     if is_film(source):
         if (size := source.stat().st_size) > MAX_FILM:

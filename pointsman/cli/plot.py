@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pointsman.cli.errors import EXIT_OK, CommandError
-from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film, read_film
+from pointsman.cli.film import broken_films, check_output_is_not_input, film_recording, is_film, read_film
 from pointsman.web.film import Film
 from pointsman.web.perfetto import write_trace
 from pointsman.web.plot import draw
@@ -33,7 +33,7 @@ def plot(
     if kind != "json":
         _check_picture(path, kind)
     source = Path(file)
-    check_is_other(source, path)
+    check_output_is_not_input(source, path)
     if is_film(source):
         found = read_film(source)
     else:

@@ -37,21 +37,25 @@ def run_policies(kind: str | None, *, as_json: bool) -> int:
     except ConfigError as error:
         raise CommandError(str(error)) from None
     if as_json:
-        print(json.dumps({each: [_described(*item) for item in policies.items()] for each, policies in found.items()}))
+        print(
+            json.dumps(
+                {each: [_policy_as_json(*item) for item in policies.items()] for each, policies in found.items()}
+            )
+        )
         return EXIT_OK
     console = Console()
     for each, policies in found.items():
-        console.print(_table(each, policies))
+        console.print(_policy_table(each, policies))
     print("Write a policy as name, or name:key=value,key=value. docs/policies.md explains when to use each.")
     return EXIT_OK
 
 
-def _table(kind: str, policies: dict[str, type[Policy]]) -> Table:
+def _policy_table(kind: str, policies: dict[str, type[Policy]]) -> Table:
     table = Table(title=f"{OPTION_OF[kind]} POLICY", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for header in ("name", "what it does", "parameters"):
         table.add_column(header, overflow="fold", ratio=None if header == "name" else 1)
     for name, policy in policies.items():
-        parameters = "\n".join(_parameter(each) for each in policy.parameters)
+        parameters = "\n".join(_parameter_text(each) for each in policy.parameters)
         table.add_row(name, _summary(policy), parameters)
     return table
 
@@ -62,11 +66,13 @@ def _summary(policy: type[Policy]) -> str:
     return " ".join(text.split()).replace("`", "")
 
 
-def _parameter(parameter: Parameter) -> str:
-    return f"{parameter.name}={parameter.default}{_bounds(parameter)}" + (f": {parameter.doc}" if parameter.doc else "")
+def _parameter_text(parameter: Parameter) -> str:
+    return f"{parameter.name}={parameter.default}{_bounds_text(parameter)}" + (
+        f": {parameter.doc}" if parameter.doc else ""
+    )
 
 
-def _bounds(parameter: Parameter) -> str:
+def _bounds_text(parameter: Parameter) -> str:
     if parameter.choices:
         return f" ({' or '.join(str(choice) for choice in parameter.choices)})"
     if parameter.low is None:
@@ -76,7 +82,7 @@ def _bounds(parameter: Parameter) -> str:
     return f" ({parameter.low:g} to {parameter.high:g})"
 
 
-def _described(name: str, policy: type[Policy]) -> dict[str, Any]:
+def _policy_as_json(name: str, policy: type[Policy]) -> dict[str, Any]:
     return {
         "name": name,
         "version": policy.version,

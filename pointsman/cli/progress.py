@@ -94,8 +94,8 @@ class Entry:
             "num_output_tokens": self.num_output_tokens,
             "num_cached_tokens": self.request.num_cached_tokens,
             "num_preemptions": self.request.num_preemptions,
-            "time_to_first_token": _rounded(self.first_token_time),
-            "latency": _rounded(self.latency),
+            "time_to_first_token": _rounded_seconds(self.first_token_time),
+            "latency": _rounded_seconds(self.latency),
         }
 
 
@@ -191,18 +191,18 @@ class Progress:
             "interrupted": interrupted,
             "requests": self.num_jobs,
             "finished": {reason: self.ends[reason] for reason in ("stop", "length", "abort", "refused", "error")},
-            "seconds": _rounded(seconds),
+            "seconds": _rounded_seconds(seconds),
             "steps": stats.num_steps,
             "prompt_tokens": self.num_prompt_tokens,
             "generated_tokens": self.num_generated,
-            "tokens_per_second": _rounded(self.num_generated / seconds if seconds > 0 else 0.0),
-            "requests_per_second": _rounded(
+            "tokens_per_second": _rounded_seconds(self.num_generated / seconds if seconds > 0 else 0.0),
+            "requests_per_second": _rounded_seconds(
                 (self.ends["stop"] + self.ends["length"]) / seconds if seconds > 0 else 0.0
             ),
             "time_to_first_token": _percentiles([entry.first_token_time for entry in entries]),
             "latency": _percentiles([entry.latency for entry in entries if entry.end in ("stop", "length")]),
             "num_blocks": stats.num_blocks,
-            "peak_kv_usage": _rounded(self.peak_blocks / stats.num_blocks),
+            "peak_kv_usage": _rounded_seconds(self.peak_blocks / stats.num_blocks),
             "preemptions": stats.num_preemptions,
             "recomputed_tokens": stats.num_recomputed_tokens,
             "prefix_queries": stats.prefix_queries,
@@ -226,9 +226,9 @@ def _percentiles(values: list[float | None]) -> dict[str, float | None]:
     if not known:
         return {"p50": None, "p99": None}
     p50, p99 = np.percentile(known, [50, 99])
-    return {"p50": _rounded(float(p50)), "p99": _rounded(float(p99))}
+    return {"p50": _rounded_seconds(float(p50)), "p99": _rounded_seconds(float(p99))}
 
 
-def _rounded(value: float | None) -> float | None:
+def _rounded_seconds(value: float | None) -> float | None:
     """`value` in seconds, rounded to microseconds."""
     return None if value is None else round(value, 6)

@@ -24,7 +24,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         expected: expected number of requests (or of `noun`); None: not known.
         console: where the bar is shown; None: on stderr.
         quiet: seconds before the bar is shown.
-        figure: format string of the text that shows the second argument of `update`.
+        figure: format string of the text that shows the time `now` of `update`.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._bar.update(self._task, completed=num_finished, total=self._expected, now=now, refresh=True)
         self._next = time.monotonic() + _REFRESH_SECONDS
 
-    def after(self, num_before: int) -> Callable[[int, float], None]:
-        """`update` for a simulation that follows earlier ones, in which `num_before` requests finished."""
+    def update_after(self, num_before: int) -> Callable[[int, float], None]:
+        """A function like `update` for a later simulation of a series: it adds `num_before`, the number of requests
+        that finished in the earlier simulations."""
         return lambda num_finished, now: self.update(num_before + num_finished, now)
 
     def __enter__(self) -> Self:

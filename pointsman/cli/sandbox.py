@@ -36,10 +36,10 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
         CommandError: the file cannot be used, or the port is taken.
     """
     if not 0 <= port < 1 << 16:
-        raise CommandError(f"--port is {port}; it must be between 0 (a free one) and 65535")
+        raise CommandError(f"--port is {port}; it must be between 0 (any free port) and 65535")
     scene, about = (None, "") if file is None else scene_of(Path(file))
     try:
-        return sandbox_server(Sandbox(scene, commands=commands, about=about), title=_title(file), port=port)
+        return sandbox_server(Sandbox(scene, commands=commands, about=about), title=_film_name(file), port=port)
     except (SandboxError, ConfigError) as error:
         raise CommandError(str(error)) from None
     except OSError as error:
@@ -93,10 +93,10 @@ def scene_of(path: Path) -> tuple[Scene, str]:
         found = remake(film, MAX_REQUESTS, MAX_PROMPTS)
     if found.num_left_out:
         print(f"{path} has {found.num_left_out} more requests than a sandbox takes: only the first ones are used.")
-    return found.scene, _about(path.name, film, found)
+    return found.scene, _scene_text(path.name, film, found)
 
 
-def _about(name: str, film: Film, found: Remade) -> str:
+def _scene_text(name: str, film: Film, found: Remade) -> str:
     """The page's text about a scene that was made from a film."""
     scene, count = found.scene, len(found.scene.arrivals)
     clock = (
@@ -122,5 +122,5 @@ def _about(name: str, film: Film, found: Remade) -> str:
     )
 
 
-def _title(file: str | None) -> str:
+def _film_name(file: str | None) -> str:
     return "Sandbox" if file is None else f"Sandbox: {Path(file).name}"

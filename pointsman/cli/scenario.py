@@ -14,7 +14,7 @@ from rich.text import Text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import check_seeds, stdout_console
-from pointsman.cli.simulation import what_serves
+from pointsman.cli.simulation import service_of_options
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.report.intervals import Estimate
 from pointsman.sim.scenarios import Figure, Finding, scenario
@@ -51,12 +51,12 @@ def run_scenario(
         )
     check_seeds(seeds, options)
     check_writable(html)
-    service = what_serves({option: value for option, value in options.items() if option != "seed"}, None)
+    service = service_of_options({option: value for option, value in options.items() if option != "seed"}, None)
     first = options.get("seed", 0)
     num_requests = chosen.num_requests
     with ProgressBar("simulated", None if num_requests is None else seeds * num_requests) as bar:
         found = chosen.run(service.step_time, seeds=range(first, first + seeds), progress=bar.update)
-    notes = (f"Simulated on {service.title}. {service.about_times}", *_about_seeds(found))
+    notes = (f"Simulated on {service.title}. {service.about_times}", *_seeds_text(found))
     if html is not None:
         try:
             write_page(found, html, notes)
@@ -86,7 +86,7 @@ def print_finding(found: Finding, notes: Sequence[str], console: Console) -> Non
 
 def print_figures(found: Finding, console: Console) -> None:
     """Print the figures of each variant, and the verdicts."""
-    console.print(_table(found))
+    console.print(_figure_table(found))
     if not found.checks:
         return
     console.print()
@@ -98,7 +98,7 @@ def print_figures(found: Finding, console: Console) -> None:
     console.print(checks)
 
 
-def _table(found: Finding) -> Table:
+def _figure_table(found: Finding) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     loads = {row.variant.load for row in found.rows}
     if loads != {""}:
@@ -111,18 +111,18 @@ def _table(found: Finding) -> Table:
         load = row.variant.load
         names = [load if load != last else "", row.variant.name] if loads != {""} else [row.variant.name]
         figures = zip(found.scenario.figures, row.values, strict=True)
-        table.add_row(*names, *(_cell(figure, each) for figure, each in figures))
+        table.add_row(*names, *(_figure_cell(figure, each) for figure, each in figures))
         last = load
     return table
 
 
-def _cell(figure: Figure, estimate: Estimate) -> Text:
+def _figure_cell(figure: Figure, estimate: Estimate) -> Text:
     """The text of a table cell: a figure, and its interval on a separate line."""
     value, interval = figure.text(replace(estimate, low=None, high=None)), figure.interval(estimate)
     return Text.assemble(value, (f"\n{interval}" if interval else "", "dim"))
 
 
-def _about_seeds(found: Finding) -> list[str]:
+def _seeds_text(found: Finding) -> list[str]:
     if not found.is_complete:
         return ["Interrupted: these are the rows so far."]
     if len(found.seeds) == 1:

@@ -16,7 +16,7 @@ from pointsman.core.config import scheduler_knobs
 from pointsman.engine.params.engine_args import GPU_DEFAULTS, SCHEDULER_DEFAULTS
 
 OPTIONS = {name: knob.option for name, knob in scheduler_knobs().items() if knob.option is not None}
-"""The declared options, by the name of their knob."""
+"""The declaration of the command-line option of each knob that has one, by the name of the knob."""
 NUMBERS_OR_WORDS = frozenset(name for name in OPTIONS if (knob := scheduler_knobs()[name]).words and int in knob.kinds)
 """Options whose value is an integer or a word."""
 SERVED_DEFAULTS: Mapping[str, str] = {
@@ -25,7 +25,7 @@ SERVED_DEFAULTS: Mapping[str, str] = {
     "max_steps_in_flight": "1; on a GPU 2 without drafts",
     "token_limits": "none; of serve: prefill-gap, none turns it off",
 }
-"""Defaults of `pointsman generate` and `serve` that depend on more than the device."""
+"""Defaults of `pointsman generate` and `serve` in words, for knobs whose default is not one number for each device."""
 
 
 def flag(name: str) -> str:
@@ -34,7 +34,7 @@ def flag(name: str) -> str:
     return declared or f"--{name.replace('_', '-')}"
 
 
-def of_panel(title: str) -> tuple[str, ...]:
+def knobs_of_panel(title: str) -> tuple[str, ...]:
     """The knobs in the panel `title` of a help page."""
     return tuple(name for name, option in OPTIONS.items() if option.panel == title)
 

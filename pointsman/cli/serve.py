@@ -53,10 +53,10 @@ class ServeSettings:
     places: Mapping[str, str]
     """File and line that set a value, by the name that an error message uses (an option, an API key)."""
 
-    def placed(self, error: ValueError) -> str:
+    def message_with_place(self, error: ValueError) -> str:
         """The error's message. If the message names a value from a file, the place of the first such value is
         prefixed."""
-        return _placed(error, self.places)
+        return _message_with_place(error, self.places)
 
 
 def serve_settings(
@@ -96,11 +96,11 @@ def serve_settings(
         _check_run_options(others)
         server = _server_config(settings, environment)
     except ValueError as error:
-        raise CommandError(_placed(error, places)) from None
+        raise CommandError(_message_with_place(error, places)) from None
     return ServeSettings(engine=engine, server=server, options=others, places=places)
 
 
-def _placed(error: ValueError, places: Mapping[str, str]) -> str:
+def _message_with_place(error: ValueError, places: Mapping[str, str]) -> str:
     message = shown(str(error), MAX_MESSAGE)
     words = message.replace("-", "_")
     named = next((place for name, place in places.items() if re.search(rf"\b{name}\b", words)), None)
@@ -117,17 +117,17 @@ def _check_run_options(values: dict[str, Any]) -> None:
     interval, retries, record = (values.get(name) for name in ("log_stats_interval", "max_step_retries", "record"))
     if interval is not None:
         if not 0 <= interval < float("inf"):
-            raise ValueError(f"--log-stats-interval is {interval:g}; it must be 0 (no lines) or more seconds")
+            raise ValueError(f"--log-stats-interval is {interval:g}; it must be at least 0 seconds (0: no lines)")
         values["log_stats_interval"] = interval or None
     if retries is not None and retries < 0:
-        raise ValueError(f"--max-step-retries is {retries}; it must be 0 (the engine dies at once) or more")
+        raise ValueError(f"--max-step-retries is {retries}; it must be at least 0 (0: no retries)")
     if (restarts := values.get("max_engine_restarts")) is not None and restarts < 0:
-        raise ValueError(f"--max-engine-restarts is {restarts}; it must be 0 (a dead engine stays dead) or more")
+        raise ValueError(f"--max-engine-restarts is {restarts}; it must be at least 0 (0: no restarts)")
     if (resumes := values.get("max_resumes")) is not None and resumes < 0:
-        raise ValueError(f"--max-resumes is {resumes}; it must be 0 (a death ends its requests) or more")
+        raise ValueError(f"--max-resumes is {resumes}; it must be at least 0 (0: requests of a dead engine fail)")
     if (timeout := values.get("engine_timeout")) and not MIN_TIMEOUT <= timeout < float("inf"):
         raise ValueError(
-            f"--engine-timeout is {timeout:g}; it must be {MIN_TIMEOUT:g} seconds or more, or 0 (no engine is ended)"
+            f"--engine-timeout is {timeout:g}; it must be at least {MIN_TIMEOUT:g} seconds, or 0 (no timeout)"
         )
     if (when_full := values.get("record_when_full")) is not None:
         if when_full not in get_args(WhenFull):
@@ -140,13 +140,13 @@ def _check_run_options(values: dict[str, Any]) -> None:
 
 def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     settings = dict(settings)
-    api_keys, names = _keys("api", settings, environment.get(API_KEY_VARIABLE))
-    operator_keys, _ = _keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
+    api_keys, names = _pop_keys("api", settings, environment.get(API_KEY_VARIABLE))
+    operator_keys, _ = _pop_keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
     for name in ("max_request_bytes", "max_total_request_bytes"):
         if name in settings:
             settings[name] = size(settings[name], name)
     if "chat_template" in settings:
-        settings["chat_template"] = _read("chat template", settings["chat_template"], MAX_WRITTEN)
+        settings["chat_template"] = _read_text_file("chat template", settings["chat_template"], MAX_WRITTEN)
     settings["served_model_name"] = tuple(settings.get("served_model_name", ()))
     settings["allowed_host"] = tuple(settings.get("allowed_host", ()))
     if any(names):
@@ -154,7 +154,7 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
     return ServerConfig(api_keys=api_keys, operator_keys=operator_keys, **settings)
 
 
-def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _pop_keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The keys from the command line, otherwise from the file, otherwise from the variable, with their names. Removes
     the keys from `settings`. API keys in a file may have names (`name:key`); all other keys have the name "".
 
@@ -170,11 +170,11 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     if given:
         return tuple(given), ("",) * len(given)
     if path is not None:
-        text = _read(f"{name}s", path, MAX_SETTINGS)
+        text = _read_text_file(f"{name}s", path, MAX_SETTINGS)
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines:
             raise CommandError(f"{path} holds no {name}; write one a line, or leave --{kind}-key-file out")
-        keys, names = _named(lines, path) if kind == "api" else ([line for _, line in lines], [""] * len(lines))
+        keys, names = _split_names(lines, path) if kind == "api" else ([line for _, line in lines], [""] * len(lines))
         for (number, _), key in zip(lines, keys, strict=True):
             if not is_key(key):
                 raise CommandError(f"{path}, line {number}: the {name} holds characters other than printable ASCII")
@@ -182,12 +182,12 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     if variable is not None:
         if not variable.strip():
             which = API_KEY_VARIABLE if kind == "api" else OPERATOR_KEY_VARIABLE
-            raise CommandError(f"the variable {which} is empty; put a key into it, or unset it")
+            raise CommandError(f"the environment variable {which} is empty; set it to a key, or unset it")
         return (variable.strip(),), ("",)
     return (), ()
 
 
-def _named(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str]]:
+def _split_names(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str]]:
     """The keys and names of numbered lines like `key` or `name:key`.
 
     Raises:
@@ -197,16 +197,16 @@ def _named(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str
     for place, (number, line) in enumerate(lines, 1):
         name, colon, key = (part.strip() for part in line.partition(":"))
         if colon and not (name and key):
-            lacks = "key behind" if name else "name before"
+            lacks = "key after" if name else "name before"
             raise CommandError(
-                f"{path}, line {number}: API key {place} has no {lacks} its colon; write NAME:KEY, or KEY alone"
+                f"{path}, line {number}: API key {place} has no {lacks} the colon; write NAME:KEY, or KEY alone"
             )
         keys.append(key if colon else name)
         names.append(name if colon else "")
     return keys, names
 
 
-def _read(what: str, path: str, max_bytes: int) -> str:
+def _read_text_file(what: str, path: str, max_bytes: int) -> str:
     try:
         return read_input(path, max_bytes).decode("utf-8-sig")
     except OSError as error:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.progress_bar import ProgressBar
-from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.side_file import SideFile
 from pointsman.sim.report import Report, combine, figures
@@ -65,21 +65,24 @@ def run_simulation(
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
     check_seeds(seeds, options)
     if film is not None and replicas > 1:
-        raise CommandError(f"--film is about one scheduler, and --replicas is {replicas}; give --replicas 1")
+        raise CommandError(f"--film records one scheduler, but --replicas is {replicas}; give --replicas 1")
     for path in (html, perfetto, film):
         check_writable(path)
-    service = what_serves(options, preset)
+    service = service_of_options(options, preset)
     first = options.get("seed", 0)
-    arriving = [what_arrives({**options, "seed": first + place}) for place in range(seeds)]
+    arriving = [workload_of_options({**options, "seed": first + place}) for place in range(seeds)]
     title = arriving[0].title if seeds == 1 else f"{arriving[0].title}, seeds {first} to {first + seeds - 1}"
     if not 0 < speed < math.inf:
-        raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the source")
+        raise CommandError(f"--rate is {speed}; it must be above 0, like 2 for twice the speed")
     if not as_json:
         print_setting(service, replace(arriving[0], title=title), replicas, speed)
     workloads = [each.at_speed(speed) for each in arriving]
     expected = workloads[0].num_requests
     found: list[_Found] = []
-    with _film(film) as films, ProgressBar("simulated", None if expected is None else seeds * expected) as bar:
+    with (
+        _film_recorders(film) as films,
+        ProgressBar("simulated", None if expected is None else seeds * expected) as bar,
+    ):
         for place, workload in enumerate(workloads):
             outcome = simulate(
                 workload,
@@ -89,7 +92,7 @@ def run_simulation(
                 routing=service.routing(),
                 seed=first + place,
                 host_memory=service.host_memory,
-                progress=bar.after(sum(each.report.counts.arrived for each in found)),
+                progress=bar.update_after(sum(each.report.counts.arrived for each in found)),
                 films=films if place == 0 else (),
             )
             if not outcome.is_complete and found:
@@ -115,10 +118,10 @@ def run_simulation(
     notes = [service.about_times, *dict.fromkeys(warning for run in found for warning in run.warnings)]
     if report.is_complete and not is_complete:
         notes.append(f"The simulation was interrupted: these are the figures of {len(found)} of {seeds} seeds.")
-    notes += _about_requests(arriving[0], refused, report.counts.arrived)
+    notes += _requests_text(arriving[0], refused, report.counts.arrived)
     report = replace(report, notes=(*notes, *report.notes), is_complete=is_complete)
-    setting = (service.title, f"KV: {service.kv_text}", f"Workload: {title}{_at_speed(speed)}")
-    _write(report, drawn, setting, html, perfetto)
+    setting = (service.title, f"KV: {service.kv_text}", f"Workload: {title}{_speed_text(speed)}")
+    _write_files(report, drawn, setting, html, perfetto)
     if as_json:
         values = {
             **setting_as_json(service, replace(arriving[0], title=title)),
@@ -133,7 +136,7 @@ def run_simulation(
 
 
 @contextmanager
-def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
+def _film_recorders(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
     """Context with a list of recorders: one that writes the film of the first replica to `path`, or none if `path` is
     None."""
     if path is None:
@@ -167,7 +170,9 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
     if options.get("seed", 0) < 0:
         raise CommandError(f"--seed is {options['seed']}; it must be at least 0")
     if seeds > 1 and "trace" in options and "think" not in options:
-        raise CommandError(f"--seeds is {seeds}, and a trace has the same requests with every seed; leave it out")
+        raise CommandError(
+            f"--seeds is {seeds}, but --trace gives the same requests with every seed; leave --seeds out"
+        )
 
 
 def print_setting(
@@ -186,7 +191,7 @@ def print_setting(
     limits = f"at most {config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests in a step"
     if not is_searched:
         console.print(Text.assemble(("with  ", "bold"), limits))
-    console.print(Text.assemble(("load  ", "bold"), f"{arriving.title}{_at_speed(speed)}"))
+    console.print(Text.assemble(("load  ", "bold"), f"{arriving.title}{_speed_text(speed)}"))
     console.print()
 
 
@@ -195,11 +200,11 @@ def stdout_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
 
-def _at_speed(speed: float) -> str:
+def _speed_text(speed: float) -> str:
     return "" if speed == 1 else f", {speed:g} times as fast"
 
 
-def _about_requests(arriving: Arriving, refused: Sequence[tuple[str, str]], num_arrived: int) -> list[str]:
+def _requests_text(arriving: Arriving, refused: Sequence[tuple[str, str]], num_arrived: int) -> list[str]:
     notes = []
     if arriving.about_left_out:
         notes.append(arriving.about_left_out)
@@ -213,7 +218,9 @@ def _about_requests(arriving: Arriving, refused: Sequence[tuple[str, str]], num_
     return notes
 
 
-def _write(report: Report, outcome: Outcome, setting: tuple[str, ...], html: str | None, perfetto: str | None) -> None:
+def _write_files(
+    report: Report, outcome: Outcome, setting: tuple[str, ...], html: str | None, perfetto: str | None
+) -> None:
     try:
         if html is not None:
             write_html(

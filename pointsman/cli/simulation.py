@@ -48,8 +48,8 @@ DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "out
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
 REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
-"""For a search for a number of users with generated requests: the minimum number of requests of each user, and the
-maximum number of all requests to reach this minimum. The search ends at one user for each request."""
+"""Number of generated requests for each user, in a search for the number of users; and the maximum of all requests that
+are generated for this reason. With more users, each sends fewer; the search ends at one request for each user."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNKNOWN_MODEL = "MODEL"
 """Placeholder in a command, if neither an option nor the profile names the model."""
@@ -73,8 +73,8 @@ class Arriving:
     trace: Trace[TraceRequest] | None = None
     """All requests of the trace that can be served, and the number of rows left out; None: there is no trace."""
     of_users: Callable[[int], Workload] | None = None
-    """Function from a number of users to the workload in which they send the requests, each beginning within its first
-    thinking time; None: there are no users."""
+    """Function from a number of users to the workload in which these users send the requests. Each user sends its first
+    request within its first thinking time. None: there are no users."""
     num_left_out: int = 0
     """Number of requests of the trace after the used part."""
     about_trace: str = ""
@@ -86,7 +86,9 @@ class Arriving:
         return "" if self.trace is None else about_left_out(self.trace.num_rows, self.trace.left_out)
 
 
-def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *, asks_users: bool = False) -> Arriving:
+def workload_of_options(
+    options: Mapping[str, Any], num_requests: int | None = None, *, asks_users: bool = False
+) -> Arriving:
     """The workload that the options describe.
 
     Args:
@@ -100,15 +102,15 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
     _check_options(options, asks_users)
     try:
         if "trace" in options:
-            return _traced(options, num_requests, asks_users)
+            return _trace_workload(options, num_requests, asks_users)
         lengths = Lengths(
-            prompt=_parsed(parse_distribution, "prompt_tokens", options),
-            output=_parsed(parse_distribution, "output_tokens", options),
+            prompt=_parse_option(parse_distribution, "prompt_tokens", options),
+            output=_parse_option(parse_distribution, "output_tokens", options),
         )
         seed = options.get("seed", 0)
-        think = _parsed(parse_distribution, "think", options)
+        think = _parse_option(parse_distribution, "think", options)
         if "sessions" in options:
-            return _sessions(options, num_requests, seed)
+            return _session_workload(options, num_requests, seed)
         count = num_requests or options.get("requests", NUM_REQUESTS)
         of_lengths = ", ".join(f"{name.partition('_')[0]}s {options.get(name, DEFAULTS[name])}" for name in _LENGTHS)
         if asks_users:
@@ -123,7 +125,7 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
             loop = ClosedLoop(options["users"], lengths, think=think, num_requests=count, seed=seed)
             return Arriving(f"{options['users']} users, {count:,} requests, {of_lengths}", lambda _: loop, math.inf)
         text = options.get("arrivals", DEFAULTS["arrivals"])
-        arrivals = _parsed(parse_arrivals, "arrivals", options)
+        arrivals = _parse_option(parse_arrivals, "arrivals", options)
         generated = Generated(arrivals, lengths, count, seed)
     except (PointsmanError, ValueError) as error:
         raise CommandError(str(error)) from None
@@ -140,7 +142,7 @@ _NOT_WITH: dict[str, tuple[str, ...]] = {
     "sessions": ("users", "requests", "limit"),
     "users": ("arrivals", "rate"),
 }
-"""Options that each option excludes, because they have the same meaning or no effect together."""
+"""For each option, the options that cannot be given with it, because only one of the two could have an effect."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "limit": ("trace",),
     "think": ("users", "sessions"),
@@ -153,25 +155,29 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
     for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0, "retention": 0}.items():
         if options.get(name, least) < least:
-            raise CommandError(f"{_option(name)} is {options[name]}; it must be at least {least}")
+            raise CommandError(f"{_option_name(name)} is {options[name]}; it must be at least {least}")
     if not math.isfinite(retention := options.get("retention", 0)):
         raise CommandError(f"--retention is {retention}; it must be a number of seconds, at least 0")
     for name, others in _NOT_WITH.items():
         for other in others:
             if name in options and other in options:
                 hint = "; --limit shortens a trace" if (name, other) == ("trace", "requests") else ""
-                raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
+                raise CommandError(
+                    f"{_option_name(other)} has no effect beside {_option_name(name)}; give one of them{hint}"
+                )
     if asks_users and "arrivals" in options:  # --users, if given, was refused above
         raise CommandError(
-            "--arrivals has no effect beside --think: a user's next request comes after the output of the last one and "
-            "a thinking time; give one of them, or --sessions for conversations that arrive"
+            "--arrivals has no effect with --think: a user's next request arrives a thinking time after the last "
+            "output; leave one of them out, or add --sessions for conversations that start at these arrival times"
         )
     for name, wanted in _NEEDS.items():
         if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
-            raise CommandError(f"{_option(name)} has no effect alone; give {' or '.join(map(_option, wanted))} too")
+            raise CommandError(
+                f"{_option_name(name)} has no effect alone; give {' or '.join(map(_option_name, wanted))} too"
+            )
 
 
-def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bool) -> Arriving:
+def _trace_workload(options: Mapping[str, Any], num_requests: int | None, asks_users: bool) -> Arriving:
     path = options["trace"]
     try:
         whole = served(read_trace(path, limit=None if num_requests else options.get("limit")), path)
@@ -179,7 +185,7 @@ def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bo
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
     trace = whole[:num_requests]
     title = f"{len(trace):,} requests of {path}"
-    think, seed = _parsed(parse_distribution, "think", options), options.get("seed", 0)
+    think, seed = _parse_option(parse_distribution, "think", options), options.get("seed", 0)
     of_users = partial(ClosedLoop, source=trace, think=think, seed=seed, is_spread=True) if asks_users else None
     if "users" in options and not asks_users:
         loop = ClosedLoop(options["users"], trace, think=think, seed=seed)
@@ -187,16 +193,16 @@ def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bo
     return Arriving(
         title,
         lambda speed: OpenLoop(trace, rate=speed),
-        _rate(trace),
+        _mean_rate(trace),
         whole,
         of_users,
         num_left_out=len(whole) - len(trace),
-        about_trace=_about_trace(whole, trace),
+        about_trace=_used_part_text(whole, trace),
     )
 
 
-def _about_trace(whole: Sequence[TraceRequest], trace: Sequence[TraceRequest]) -> str:
-    minutes, rate = (whole[-1].arrival_time - whole[0].arrival_time) / 60, _rate(whole)
+def _used_part_text(whole: Sequence[TraceRequest], trace: Sequence[TraceRequest]) -> str:
+    minutes, rate = (whole[-1].arrival_time - whole[0].arrival_time) / 60, _mean_rate(whole)
     pace = f" in {minutes:.3g} min, {rate:.3g} a second" if rate < math.inf else ""
     of_it = f"The trace has {len(whole):,} requests{pace}"
     if len(trace) == len(whole):
@@ -209,14 +215,17 @@ def _about_trace(whole: Sequence[TraceRequest], trace: Sequence[TraceRequest]) -
     )
 
 
-def _rate(trace: Sequence[TraceRequest]) -> float:
+def _mean_rate(trace: Sequence[TraceRequest]) -> float:
     seconds = trace[-1].arrival_time - trace[0].arrival_time
     return (len(trace) - 1) / seconds if seconds > 0 else math.inf
 
 
-def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -> Arriving:
+def _session_workload(options: Mapping[str, Any], num_requests: int | None, seed: int) -> Arriving:
     values = {name: options.get(name, default) for name, default in {**DEFAULTS, **SESSION_DEFAULTS}.items()}
-    arrivals, turns = _parsed(parse_arrivals, "arrivals", options), _parsed(parse_distribution, "turns", options)
+    arrivals, turns = (
+        _parse_option(parse_arrivals, "arrivals", options),
+        _parse_option(parse_distribution, "turns", options),
+    )
     per_session = max(1.0, turns.mean())
     count = options["sessions"]
     if num_requests is not None:
@@ -224,10 +233,10 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
     sessions = Sessions(
         arrivals=arrivals,
         num_turns=turns,
-        first_prompt=_parsed(parse_distribution, "prompt_tokens", options),
-        new_text=_parsed(parse_distribution, "new_tokens", options),
-        output=_parsed(parse_distribution, "output_tokens", options),
-        think=_parsed(parse_distribution, "think", options),
+        first_prompt=_parse_option(parse_distribution, "prompt_tokens", options),
+        new_text=_parse_option(parse_distribution, "new_tokens", options),
+        output=_parse_option(parse_distribution, "output_tokens", options),
+        think=_parse_option(parse_distribution, "think", options),
         num_sessions=count,
         retention=options.get("retention"),
         seed=seed,
@@ -235,20 +244,20 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
     return Arriving(
         f"{count:,} sessions, arrivals {values['arrivals']}, turns {values['turns']}, first prompts "
         f"{values['prompt_tokens']}, later ones {values['new_tokens']} more, outputs {values['output_tokens']}",
-        lambda speed: replace(sessions, arrivals=_faster(values["arrivals"], speed)),
+        lambda speed: replace(sessions, arrivals=_speed_up_arrivals(values["arrivals"], speed)),
         arrivals.rate * per_session,
     )
 
 
-def _parsed(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
-    """The value that the text of an option, or of its default, stands for."""
+def _parse_option(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
+    """The value of an option, parsed from the text that was given or from the text of the default."""
     try:
         return parse(options.get(name, {**DEFAULTS, **SESSION_DEFAULTS, "think": "0"}[name]))
     except WorkloadError as error:
-        raise CommandError(f"{_option(name)}: {error}") from None
+        raise CommandError(f"{_option_name(name)}: {error}") from None
 
 
-def _faster(text: str, speed: float) -> Any:
+def _speed_up_arrivals(text: str, speed: float) -> Any:
     arrivals = parse_arrivals(text)
     return replace(arrivals, rate=arrivals.rate * speed)  # type: ignore[type-var]
 
@@ -265,8 +274,8 @@ class Service:
     step_time: StepTime
     routing: Callable[[], Routing]
     kv: KvMemory | None
-    """The estimate of memory that gives the number of blocks; None: the number was given, or the pool is never
-    short."""
+    """The estimate of memory from which the number of blocks was computed; None: the number was given, or the pool is
+    never short."""
     kv_text: str
     about_times: str
     """Text about the source of the step times, and their known error."""
@@ -290,7 +299,7 @@ class Service:
         return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.profile, hull)]
 
 
-def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:
+def service_of_options(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:
     """The service that the options describe.
 
     Args:
@@ -301,7 +310,7 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
         CommandError: a name or a value is wrong, or the model does not fit the device.
     """
     try:
-        service = _service(options, preset, as_vllm)
+        service = _make_service(options, preset, as_vllm)
         check_policies(service.config)
         if "retention" in options:
             _check_retention_is_read(options["retention"], str(service.config.eviction))
@@ -316,12 +325,12 @@ def _check_retention_is_read(retention: float, eviction: str) -> None:
     policy = built_in("eviction", eviction.partition(":")[0])  # another policy may read it
     if policy is not None and "retention" not in policy.reads:
         raise CommandError(
-            f"--retention is {retention:g}, and the eviction policy {eviction} reads none; leave it out, or give "
-            "--eviction retention too"
+            f"--retention is {retention:g}, but the eviction policy {eviction} does not read it; leave it out, or add "
+            "--eviction retention"
         )
 
 
-def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> Service:
+def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> Service:
     name = options.get("routing", "round-robin")
     if name not in ROUTINGS:
         raise UnknownName(f"no routing rule is called {name!r}; choose one of {', '.join(ROUTINGS)}")
@@ -334,9 +343,11 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     shape = model_shape(options.get("model", MODEL)) if has_model else None
     longest = UNBOUNDED_MODEL_LEN if shape is None else shape.max_model_len
     if shape is not None and knobs.get("max_model_len", 0) > longest:
-        raise CommandError(f"--max-model-len is {knobs['max_model_len']}; {shape.name} holds at most {longest} tokens")
+        raise CommandError(
+            f"--max-model-len is {knobs['max_model_len']}; {shape.name} supports at most {longest} tokens; lower it"
+        )
     if profile is not None:
-        knobs = {**_as_calibrated(profile.settings, longest), **knobs}
+        knobs = {**_knobs_of_profile(profile.settings, longest), **knobs}
         if has_model and "num_blocks" not in options:  # blocks are then those of one group, see `KvMemory`
             knobs.pop("num_blocks", None)
             knobs.pop("kv_groups", None)
@@ -356,11 +367,11 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     step_time: StepTime
     if shape is None or on is None:
         assert profile is not None
-        step_time, about_times = WatchedStepTime(profile.step_time), _about_profile(profile)
+        step_time, about_times = WatchedStepTime(profile.step_time), _profile_text(profile)
         title = f"the profile {options['profile']}"
     else:
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
-        about_times = estimated.caveat() if profile is None else _about_profile(profile)
+        about_times = estimated.caveat() if profile is None else _profile_text(profile)
         step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
 
@@ -368,7 +379,8 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     if "kv_offload_bytes" in options:
         if shape is None or on is None:
             raise CommandError(
-                "--kv-offload-bytes needs the size of the KV and the link to the host: give --model and --device"
+                "--kv-offload-bytes needs the model's KV size and the device's bandwidth to its host; give --model and "
+                "--device"
             )
         host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
     check_host_memory(host_memory, config)
@@ -425,14 +437,14 @@ def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile:
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:
-    """Arguments of `num_kv_blocks`: the token budget and the sequence limit of a step. A preset without one of these
-    limits leaves it out, and the estimate of memory then uses its own default."""
+    """The token budget and the sequence limit of a step, as arguments of `num_kv_blocks`. A limit that the preset
+    switches off is left out; `num_kv_blocks` then uses its own default."""
     sizes = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     return {name: size for name, size in sizes.items() if size < NO_LIMIT}
 
 
-def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """Scheduler knobs of a profile's engine: the profile's step times hold for these knobs."""
+def _knobs_of_profile(settings: EngineSettings, longest: int) -> dict[str, Any]:
+    """The scheduler knobs of the engine whose log was profiled: the step times are valid for these knobs."""
     knobs: dict[str, Any] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
@@ -446,7 +458,7 @@ def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
     return knobs
 
 
-def _about_profile(profile: Profile) -> str:
+def _profile_text(profile: Profile) -> str:
     error = profile.held_out_errors.get("e2e_mape", profile.held_out_errors.get("step_mape"))
     what = "end-to-end times" if "e2e_mape" in profile.held_out_errors else "steps"
     off = f"; they predict its other {what} to {error:.1%} on average" if error is not None else ""
@@ -469,11 +481,11 @@ def seconds(option: str, text: str | None) -> float | None:
         return None
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
     if found is None or found[2] not in _UNITS or float(found[1]) == 0:
-        raise CommandError(f"{_option(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
+        raise CommandError(f"{_option_name(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _option(name: str) -> str:
+def _option_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 

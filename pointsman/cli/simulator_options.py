@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pointsman.cli.options import ENGINE_PANELS, KNOBS, Panels
-from pointsman.cli.scheduler_options import SERVED_DEFAULTS, of_panel, simulated_options
+from pointsman.cli.scheduler_options import SERVED_DEFAULTS, knobs_of_panel, simulated_options
 
 ARRIVING: dict[str, Any] = {
     "trace": Annotated[
@@ -246,7 +246,7 @@ ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, s
 
 _SERVICE_PANELS: Panels = {
     "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
-    "KV pool and prefix cache": (*of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
+    "KV pool and prefix cache": (*knobs_of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
 }

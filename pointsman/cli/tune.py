@@ -16,7 +16,7 @@ from pointsman.cli.commands import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
-from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
+from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.sim.profile import warn_outside
@@ -30,7 +30,8 @@ from pointsman.sim.vllm_defaults import VLLM_VERSION
 from pointsman.sim.workers import available_cores, workers
 
 PRESET = "vllm"
-"""The search decides as vLLM's own scheduler, so a result is a command line of vLLM if vLLM has the settings."""
+"""Preset of all settings that are not searched: the decisions of vLLM's own scheduler. So a result is also a command
+line for vLLM, if vLLM has the settings."""
 _SMALL = 20_000
 """Number of simulated requests below which starting worker processes takes more time than they save."""
 _ENOUGH = 0.99
@@ -70,7 +71,7 @@ def run_tune(
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
     speed = options.get("rate", 1.0)
     if not 0 < speed < math.inf:
-        raise CommandError(f"--rate is {speed}; it must be above 0: 2 is twice as fast as the trace")
+        raise CommandError(f"--rate is {speed}; it must be above 0, like 2 for twice the speed")
     for name, value, least in (
         ("--trials", num_trials, 1),
         ("--requests", num_requests, MIN_REQUESTS),
@@ -78,11 +79,11 @@ def run_tune(
     ):
         if value is not None and value < least:
             raise CommandError(f"{name} is {value}; it must be at least {least}")
-    service = what_serves(options, preset or PRESET, as_vllm=True)
-    arriving = what_arrives(options, None if "trace" in options else 2 * num_requests)
+    service = service_of_options(options, preset or PRESET, as_vllm=True)
+    arriving = workload_of_options(options, None if "trace" in options else 2 * num_requests)
     report = _Tuned(service, arriving, targets or DEFAULT_TARGETS, options, preset or PRESET, speed)
     try:
-        report.divide(num_requests)
+        report.split_workload(num_requests)
         space = Space(
             service.config,
             fixed=frozenset(options) & frozenset(NAMES),
@@ -93,7 +94,7 @@ def run_tune(
             is_small = num_trials * report.parts.num_requests < _SMALL
             workers = 1 if is_small else available_cores()
         if not as_json:
-            report.print_question(low, high)
+            report.print_search(low, high)
         with ProgressBar("tried", num_trials, noun="settings", figure="{task.fields[now]:.3g} requests/s") as bar:
             found = report.search(space, num_trials, workers or 0, ray, bar)
     except (PointsmanError, ValueError) as error:
@@ -101,7 +102,7 @@ def run_tune(
     if as_json:
         print(json.dumps(report.as_json(found), allow_nan=False))
     else:
-        report.print(found)
+        report.print_result(found)
     return EXIT_OK if found.is_complete else EXIT_INTERRUPTED
 
 
@@ -124,7 +125,7 @@ class _Tuned:
         self._console = stdout_console()
         self.varied: frozenset[str] = frozenset()
 
-    def divide(self, num_requests: int) -> None:
+    def split_workload(self, num_requests: int) -> None:
         """Split the workload into a training part and a held-out part.
 
         Raises:
@@ -163,15 +164,15 @@ class _Tuned:
 
     # ------------------------------------------------------------------ in words
 
-    def print_question(self, low: int, high: int) -> None:
+    def print_search(self, low: int, high: int) -> None:
         print_setting(self._service, self._arriving, low, self._speed, is_searched=True)
-        self._say(self._service.about_times, "yellow")
-        self._say(
+        self._print_line(self._service.about_times, "yellow")
+        self._print_line(
             f"Goodput: requests a second with {targets_text(self._targets)}{', for each replica' if high > 1 else ''}."
         )
-        self._say(f"{self._about_parts()}\n")
+        self._print_line(f"{self._parts_text()}\n")
 
-    def _about_parts(self) -> str:
+    def _parts_text(self) -> str:
         train, held_out = self.parts.train, self.parts.held_out
         count = sum(stretch.num_requests for stretch in train)
         rates = [
@@ -187,7 +188,7 @@ class _Tuned:
             f"({rates[1]:.3g} requests/s)."
         )
 
-    def answer(self, found: Tuning) -> list[str]:
+    def result_lines(self, found: Tuning) -> list[str]:
         """The result in sentences; the first one is the recommendation."""
         if not found.is_complete:
             if found.chosen is None:
@@ -206,17 +207,20 @@ class _Tuned:
             ]
         mine, theirs = found.judged.goodput, found.judged_defaults.goodput
         if not found.is_gain:
-            best = "they are the best" if found.chosen is found.defaults else f"the best found has {_rate(mine)}"
+            best = "they are the best" if found.chosen is found.defaults else f"the best found has {_rate_text(mine)}"
             return [
-                f"No gain: {defaults} have a goodput of {_rate(theirs)} on the held-out part, and {best}; a gain "
+                f"No gain: {defaults} have a goodput of {_rate_text(theirs)} on the held-out part, and {best}; a gain "
                 f"below {100 * MIN_GAIN:.0f} % does not count."
             ]
         gain = found.gain
         assert gain is not None
         if math.isinf(gain):
-            return [f"Gain: a goodput of {_rate(mine)} on the held-out part, where {defaults} have none."]
+            return [f"Gain: a goodput of {_rate_text(mine)} on the held-out part, where {defaults} have none."]
         more = f"{100 * gain:.1f} % more than" if gain < 1 else f"{1 + gain:.1f} times"
-        return [f"Gain: a goodput of {_rate(mine)} on the held-out part, {more} the {_rate(theirs)} of {defaults}."]
+        return [
+            f"Gain: a goodput of {_rate_text(mine)} on the held-out part, {more} the {_rate_text(theirs)} of "
+            f"{defaults}."
+        ]
 
     def notes(self, found: Tuning) -> list[str]:
         """Remarks to print below the result."""
@@ -239,31 +243,31 @@ class _Tuned:
             notes.append(self._arriving.about_left_out)
         return notes
 
-    def print(self, found: Tuning) -> None:
-        answer = self.answer(found)
+    def print_result(self, found: Tuning) -> None:
+        answer = self.result_lines(found)
         if found.chosen is None:
-            self._say(answer[0], "bold")
+            self._print_line(answer[0], "bold")
             return
-        self._console.print(self._comparison(found))
-        self._say("")
-        self._console.print(self._settings(found))
-        self._say("")
+        self._console.print(self._comparison_table(found))
+        self._print_line("")
+        self._console.print(self._settings_table(found))
+        self._print_line("")
         for line in answer:
-            self._say(line, "bold")
+            self._print_line(line, "bold")
         if not found.meets_nothing:
-            self._say("")
-            self._console.print(self._frontier(found))
+            self._print_line("")
+            self._console.print(self._frontier_table(found))
             if found.neighbours:
-                self._say("")
-                self._console.print(self._neighbours(found))
+                self._print_line("")
+                self._console.print(self._neighbour_table(found))
         for note in self.notes(found)[1:]:
-            self._say(f"\n{note}", "yellow")
+            self._print_line(f"\n{note}", "yellow")
         if found.recommended is not None and not found.meets_nothing:
             for line in self.commands(found.recommended.trial).values():
                 print(f"\n{line}")
 
-    def _comparison(self, found: Tuning) -> Table:
-        table = _table("", "goodput, chosen on", "judged on", "in time", "TTFT p99", "ITL p99", "longest gap p99")
+    def _comparison_table(self, found: Tuning) -> Table:
+        table = _new_table("", "goodput, chosen on", "judged on", "in time", "TTFT p99", "ITL p99", "longest gap p99")
         rows = [(self._service.settings_of, found.defaults, found.judged_defaults)]
         if found.chosen is not found.defaults:
             rows.append(("best found", found.chosen, found.judged))
@@ -272,52 +276,52 @@ class _Tuned:
             figures = trial.train if judged is None else judged.held_out
             table.add_row(
                 name,
-                _rate(trial.goodput),
-                "-" if judged is None else _rate(judged.goodput),
+                _rate_text(trial.goodput),
+                "-" if judged is None else _rate_text(judged.goodput),
                 f"{100 * figures.share:.1f} %",
-                *_times(figures),
+                *_time_texts(figures),
             )
         return table
 
-    def _settings(self, found: Tuning) -> Table:
+    def _settings_table(self, found: Tuning) -> Table:
         defaults, chosen = found.defaults, found.chosen
         assert defaults is not None and chosen is not None
-        table = _table("setting", self._service.settings_of, "best found")
+        table = _new_table("setting", self._service.settings_of, "best found")
         for name, value in chosen.settings.items():
             if name in _MAIN or value != defaults.settings[name]:
-                table.add_row(name, _shown(defaults.settings[name]), _shown(value))
+                table.add_row(name, _setting_text(defaults.settings[name]), _setting_text(value))
         return table
 
-    def _frontier(self, found: Tuning) -> Table:
+    def _frontier_table(self, found: Tuning) -> Table:
         titles = [_MAIN[name] for name in found.trials[0].settings if name in _MAIN]
-        table = _table("Frontier", *titles, "goodput", "in time", "TTFT p99", "ITL p99")
+        table = _new_table("Frontier", *titles, "goodput", "in time", "TTFT p99", "ITL p99")
         for trial in found.frontier()[:_MAX_ROWS]:
             main = [f"{value}" for name, value in trial.settings.items() if name in _MAIN]
             share = f"{100 * trial.train.share:.1f} %"
             table.add_row(
                 _other_settings(trial, self._service.config),
                 *main,
-                _rate(trial.goodput),
+                _rate_text(trial.goodput),
                 share,
-                *_times(trial.train)[:2],
+                *_time_texts(trial.train)[:2],
             )
         return table
 
-    def _neighbours(self, found: Tuning) -> Table:
-        table = _table("One notch from the best", "goodput", "change", "TTFT p99", "ITL p99")
+    def _neighbour_table(self, found: Tuning) -> Table:
+        table = _new_table("One notch from the best", "goodput", "change", "TTFT p99", "ITL p99")
         best = found.chosen
         assert best is not None
-        table.add_row("the best", _rate(best.goodput), "", *_times(best.train)[:2])
+        table.add_row("the best", _rate_text(best.goodput), "", *_time_texts(best.train)[:2])
         for name, trial in found.neighbours:
-            value = f"{name} {_shown(trial.settings[name])}"
+            value = f"{name} {_setting_text(trial.settings[name])}"
             if trial.is_hopeless:  # figures of a hopeless trial come from one stretch
                 table.add_row(value, "-", "far less", "-", "-")
                 continue
             change = f"{100 * (trial.goodput / best.goodput - 1):+.1f} %" if best.goodput else ""
-            table.add_row(value, _rate(trial.goodput), change, *_times(trial.train)[:2])
+            table.add_row(value, _rate_text(trial.goodput), change, *_time_texts(trial.train)[:2])
         return table
 
-    def _say(self, text: str, style: str = "") -> None:
+    def _print_line(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style))
 
     # ------------------------------------------------------------------ commands
@@ -348,23 +352,23 @@ class _Tuned:
                 for name, part in (("train", self.parts.train), ("held_out", self.parts.held_out))
             },
             "is_complete": found.is_complete,
-            "answer": " ".join(self.answer(found)),
+            "answer": " ".join(self.result_lines(found)),
             "is_gain": found.is_gain,
             "gain": gain if gain is not None and math.isfinite(gain) else None,
             "defaults_of": self._service.settings_of,
-            "defaults": _as_json(found.defaults, found.judged_defaults),
-            "chosen": _as_json(found.chosen, found.judged),
+            "defaults": _trial_as_json(found.defaults, found.judged_defaults),
+            "chosen": _trial_as_json(found.chosen, found.judged),
             "recommended": None if recommended is None else recommended.trial.settings,
             "commands": None if recommended is None else self.commands(recommended.trial),
-            "frontier": [_as_json(trial) for trial in found.frontier()],
-            "neighbours": [{"setting": name, **(_as_json(trial) or {})} for name, trial in found.neighbours],
+            "frontier": [_trial_as_json(trial) for trial in found.frontier()],
+            "neighbours": [{"setting": name, **(_trial_as_json(trial) or {})} for name, trial in found.neighbours],
             "not_searched": found.not_searched,
             "num_trials": len(found.trials),
             "notes": self.notes(found),
         }
 
 
-def _as_json(trial: Trial | None, judged: Judged | None = None) -> dict[str, Any] | None:
+def _trial_as_json(trial: Trial | None, judged: Judged | None = None) -> dict[str, Any] | None:
     if trial is None:
         return None
     found: dict[str, Any] = {
@@ -383,7 +387,7 @@ def _as_json(trial: Trial | None, judged: Judged | None = None) -> dict[str, Any
 # ---------------------------------------------------------------------- tables
 
 
-def _table(title: str, *columns: str) -> Table:
+def _new_table(title: str, *columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(title, ratio=1)
     for column in columns:
@@ -394,20 +398,20 @@ def _table(title: str, *columns: str) -> Table:
 def _other_settings(trial: Trial, base: SchedulerConfig) -> str:
     """The settings of a trial that differ from `base` and have no column, as text."""
     return ", ".join(
-        f"{name} {_shown(value)}"
+        f"{name} {_setting_text(value)}"
         for name, value in trial.settings.items()
         if name not in _MAIN and value != getattr(base, name)
     )
 
 
-def _shown(value: object) -> str:
+def _setting_text(value: object) -> str:
     """The value of a setting as text; for several policies, their names."""
     return (" + ".join(value) or "none") if isinstance(value, tuple) else f"{value}"
 
 
-def _times(figures: Score) -> Sequence[str]:
+def _time_texts(figures: Score) -> Sequence[str]:
     return tuple(time_text(value) for value in (figures.ttft_p99, figures.itl_p99, figures.longest_gap_p99))
 
 
-def _rate(value: float) -> str:
+def _rate_text(value: float) -> str:
     return f"{value:.4g}/s"

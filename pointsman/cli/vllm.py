@@ -60,14 +60,14 @@ NEVER_EMPTY = (
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
     """Show the request with the id `name`, or all requests of the completion `name`; None: the oldest requests."""
-    with asking(socket) as connection:
+    with scheduler_connection(socket) as connection:
         answer = connection.ask("explain", id=name, limit=limit)
     requests = answer["requests"]
     if as_json:
         for request in requests:
             print(json.dumps(request))
     elif name is not None and len(requests) == 1:
-        _show_one(requests[0])
+        _show_request(requests[0])
     else:
         _show_table(answer, limit if name is None else None)
     return EXIT_OK
@@ -75,7 +75,7 @@ def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
 
 def metrics(socket: str) -> int:
     """Print the metrics as Prometheus text."""
-    with asking(socket) as connection:
+    with scheduler_connection(socket) as connection:
         answer = connection.ask("metrics")
     try:
         print(exposition(answer), end="")
@@ -92,19 +92,19 @@ def record(socket: str, path: str, seconds: float | None) -> int:
     """
     if seconds is not None and not seconds > 0:
         raise CommandError(f"--seconds is {seconds:g}; it must be more than 0")
-    with asking(socket) as connection, _written(path) as descriptor:
+    with scheduler_connection(socket) as connection, _new_private_file(path) as descriptor:
         answer = connection.ask("record", file=descriptor)
         try:
             if answer["state"] == "waiting":
-                _say(
+                _print_status(
                     f"waiting for a moment without requests ({answer['num_running']} run and {answer['num_waiting']} "
                     f"wait now), because a recording starts with an empty scheduler; Ctrl-C cancels. {NEVER_EMPTY}"
                 )
                 answer = connection.next_line()
-            _say("recording; the prefix cache was emptied for it. Waiting for the first step; Ctrl-C ends it")
+            _print_status("recording; the prefix cache was emptied for it. Waiting for the first step; Ctrl-C ends it")
             answer = connection.next_line()
             if answer["state"] == "stepping":
-                _say("the first step is recorded" + (f"; {seconds:g} s to go" if seconds is not None else ""))
+                _print_status("the first step is recorded" + (f"; {seconds:g} s to go" if seconds is not None else ""))
                 done = connection.wait_for_line(seconds)
             else:
                 done = answer
@@ -125,16 +125,16 @@ def record(socket: str, path: str, seconds: float | None) -> int:
     if not done["num_steps"]:
         Path(path).unlink(missing_ok=True)
         raise CommandError(
-            f"no request came while it was recorded, so nothing was recorded. Send requests after the line with "
-            f'"recording". {NEVER_EMPTY}',
+            "no request arrived during the recording, so nothing was recorded. Send requests after the line that "
+            f'begins with "recording". {NEVER_EMPTY}',
             EXIT_FAILED,
         )
-    _say(f"{done['num_steps']} steps in {path}, {done['num_bytes']} bytes: pointsman replay {path}")
+    _print_status(f"{done['num_steps']} steps in {path}, {done['num_bytes']} bytes: pointsman replay {path}")
     return EXIT_OK
 
 
 @contextmanager
-def asking(socket: str) -> Iterator[Connection]:
+def scheduler_connection(socket: str) -> Iterator[Connection]:
     try:
         with connect(socket) as connection:
             yield connection
@@ -143,7 +143,7 @@ def asking(socket: str) -> Iterator[Connection]:
 
 
 @contextmanager
-def _written(path: str) -> Iterator[int]:
+def _new_private_file(path: str) -> Iterator[int]:
     """Context with the descriptor of a new file that only its owner may read, because the file will contain prompts."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -155,7 +155,7 @@ def _written(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(f"pointsman: {text}", file=sys.stderr)
 
 
@@ -168,7 +168,7 @@ def _show_table(answer: Mapping[str, Any], limit: int | None) -> None:
         right = column in ("place", "age", "prompt", "output", "computed", "blocks", "preempted")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for request in answer["requests"]:
-        table.add_row(*(Text(cell) for cell in _row(request)))
+        table.add_row(*(Text(cell) for cell in _request_row(request)))
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     counts = answer["counts"]
     console.print(f"{counts['running']} running, {counts['waiting']} waiting, {counts['parked']} parked")
@@ -180,31 +180,31 @@ def _show_table(answer: Mapping[str, Any], limit: int | None) -> None:
         console.print(f"only the {limit} oldest are shown; --limit shows more")
 
 
-def _row(request: Mapping[str, Any]) -> tuple[str, ...]:
+def _request_row(request: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         request["id"],
         request["state"],
         "" if request["position"] is None else str(request["position"] + 1),
-        _duration(request["age"]),
+        _duration_text(request["age"]),
         str(request["num_prompt_tokens"]),
         f"{request['num_output_tokens']}/{request['max_tokens']}",
         str(request["num_computed_tokens"]),
         str(request["num_blocks"]),
         str(request["num_preemptions"]),
-        _why(request),
+        _reason_text(request),
     )
 
 
-def _why(request: Mapping[str, Any]) -> str:
+def _reason_text(request: Mapping[str, Any]) -> str:
     if request["reason"] is None:
         return ""
     is_counted = request["missing"] and request["resource"]
     lacks = f", {lacking(request['missing'], request['resource'])}" if is_counted else ""
-    waiting = f" for {_duration(request['waiting_for'])}" if request["waiting_for"] is not None else ""
+    waiting = f" for {_duration_text(request['waiting_for'])}" if request["waiting_for"] is not None else ""
     return f"{request['reason']}{waiting}{lacks}"
 
 
-def _show_one(request: Mapping[str, Any]) -> None:
+def _show_request(request: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(request["explanation"], style="bold"))
     apart = ("explanation", "holders", "num_holders", "replaced_policies")  # the explanation already names the policies
@@ -212,7 +212,7 @@ def _show_one(request: Mapping[str, Any]) -> None:
     width = max(map(len, facts))
     for key, value in facts.items():
         if value is not None:
-            shown = _duration(value) if key in ROUNDED else str(value)
+            shown = _duration_text(value) if key in ROUNDED else str(value)
             console.print(Text(f"{key:{width}}  {shown}"))
     for holder in request["holders"]:
         what = f" of adapter {holder['what']}" if holder["what"] else f" {request['resource'] or ''}".rstrip()
@@ -222,7 +222,7 @@ def _show_one(request: Mapping[str, Any]) -> None:
         console.print(f"{'':{width}}  and {request['num_holders'] - len(request['holders'])} more")
 
 
-def _duration(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f}s"
     minutes, left = divmod(round(seconds), 60)
@@ -244,7 +244,7 @@ def exposition(answer: Mapping[str, Any]) -> str:
     from pointsman.server.metrics.readings import SCRAPED
     from pointsman.server.metrics.table import BASE_LABELS, REQUESTS_REFUSED
 
-    stats = _stats(answer["stats"])
+    stats = _make_stats(answer["stats"])
     reading = SimpleNamespace(
         scheduler=stats,
         counters=SimpleNamespace(num_steps=stats.num_steps, scheduler_time=answer["scheduler_seconds"]),
@@ -253,37 +253,38 @@ def exposition(answer: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for definition, read in SCRAPED:
         if definition.name in METRICS:
-            lines += _lines(definition, read(reading), labels)  # type: ignore[arg-type]
-    lines += _lines(REQUESTS_REFUSED, {"invalid": stats.num_refused}, labels)
+            lines += _metric_lines(definition, read(reading), labels)  # type: ignore[arg-type]
+    lines += _metric_lines(REQUESTS_REFUSED, {"invalid": stats.num_refused}, labels)
     return "\n".join([*lines, ""])
 
 
-def _stats(values: Mapping[str, Any]) -> SchedulerStats:
+def _make_stats(values: Mapping[str, Any]) -> SchedulerStats:
     names = {field.name for field in fields(SchedulerStats)}
     if missing := names - values.keys():
         raise ValueError(
-            f"the Pointsman inside vLLM reports no {min(missing)}, it is of another version; install the same in both"
+            f"the Pointsman inside vLLM has another version: it does not report {min(missing)}; install the same "
+            "version for vLLM and for this command"
         )
     return SchedulerStats(**{name: values[name] for name in names})
 
 
-def _lines(definition: Any, reading: Any, labels: Mapping[str, str]) -> Iterator[str]:
+def _metric_lines(definition: Any, reading: Any, labels: Mapping[str, str]) -> Iterator[str]:
     yield f"# HELP {definition.name} {definition.meaning}"
     yield f"# TYPE {definition.name} {definition.kind}"
     if not isinstance(reading, Mapping):
-        yield f"{definition.name}{_braced(labels)} {reading}"
+        yield f"{definition.name}{_labels_text(labels)} {reading}"
         return
     further = [label for label in (definition.label, definition.second_label) if label is not None]
     for value, number in reading.items():
         values = (value,) if isinstance(value, str) else value
-        yield f"{definition.name}{_braced({**labels, **dict(zip(further, values, strict=True))})} {number}"
+        yield f"{definition.name}{_labels_text({**labels, **dict(zip(further, values, strict=True))})} {number}"
 
 
-def _braced(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+def _labels_text(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escape_label(value)}"' for name, value in labels.items()) + "}"
 
 
-def _escaped(value: str) -> str:
+def _escape_label(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -117,7 +117,7 @@ class Sampling:
         """Sampling parameters of one request.
 
         Args:
-            length: the output length of a built-in prompt or a trace; the option can only shorten it.
+            length: the output length of a built-in prompt or a trace; `max_tokens` can only shorten it.
             own: fields of `SamplingParams` that the request itself sets; they override the options.
 
         Raises:
@@ -139,12 +139,12 @@ class Sampling:
 
 def demo_workload(sampling: Sampling) -> Workload:
     """The built-in prompts, which all arrive at the start."""
-    return _texts([(text, length, "the built-in prompts") for text, length in DEMO_PROMPTS], sampling)
+    return _workload_of_texts([(text, length, "the built-in prompts") for text, length in DEMO_PROMPTS], sampling)
 
 
 def text_workload(prompts: Sequence[str], sampling: Sampling) -> Workload:
     """The prompts from the command line."""
-    return _texts([(text, None, "--prompt") for text in prompts], sampling)
+    return _workload_of_texts([(text, None, "--prompt") for text in prompts], sampling)
 
 
 def prompts_workload(path: str, sampling: Sampling) -> Workload:
@@ -156,22 +156,22 @@ def prompts_workload(path: str, sampling: Sampling) -> Workload:
     Raises:
         CommandError: the file cannot be read, or has no prompt in it.
     """
-    lines = list(_lines(path))
+    lines = list(_read_lines(path))
     if not lines:
-        raise CommandError(f'{path}: no prompts in it; write a prompt a line, or JSON lines with a field "prompt"')
+        raise CommandError(f'{path} has no prompts; write one prompt per line, or JSON lines with a field "prompt"')
     if not lines[0][1].lstrip().startswith("{"):
-        return _texts([(text, None, f"{path}, line {number}") for number, text in lines], sampling)
+        return _workload_of_texts([(text, None, f"{path}, line {number}") for number, text in lines], sampling)
     workload = Workload(jobs=[])
     taken: set[str] = set()
     for number, text in lines:
         place = f"{path}, line {number}"
         request_id = f"line-{number}"
         try:
-            fields = _prompt_fields(text)
+            fields = _parse_prompt_line(text)
             request_id = fields.get("request_id", request_id)
             if request_id in taken:
-                raise ValueError(f"request_id {request_id!r} is taken by an earlier line; give each its own")
-            job = _job(request_id, fields, place, sampling)
+                raise ValueError(f"request_id {request_id!r} is already used by an earlier line; choose another id")
+            job = _make_job(request_id, fields, place, sampling)
         except ValueError as error:
             workload.problems.append(Problem(request_id, f"{place}: {shown(str(error), MAX_MESSAGE)}"))
         else:
@@ -207,7 +207,7 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
         workload.jobs.append(
             Job(
                 request_id=f"trace-{index}",
-                prompt=_generated(request, seed, index),
+                prompt=_generate_prompt(request, seed, index),
                 params=sampling.params(request.num_output_tokens, ignore_eos=True, stop=()),
                 place=f"{path}, request {index}",
                 arrival_time=request.arrival_time / speed if speed else 0.0,
@@ -216,11 +216,11 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
     return workload
 
 
-def _generated(request: TraceRequest, seed: int, index: int) -> Callable[[int], Prompt]:
+def _generate_prompt(request: TraceRequest, seed: int, index: int) -> Callable[[int], Prompt]:
     return lambda vocab_size: prompt_token_ids(request, vocab_size, seed, index).tolist()
 
 
-def _texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -> Workload:
+def _workload_of_texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -> Workload:
     """The workload of prompts given as (text, max_tokens or None, place)."""
     workload = Workload(jobs=[])
     for index, (text, length, place) in enumerate(prompts):
@@ -251,7 +251,7 @@ def _constant_prompt(prompt: Prompt) -> Callable[[int], Prompt]:
     return lambda vocab_size: prompt
 
 
-def _lines(path: str) -> Iterator[tuple[int, str]]:
+def _read_lines(path: str) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank."""
     try:
         with nullcontext(sys.stdin.buffer) if path == "-" else BufferedReader(open_input(path)) as file:
@@ -264,40 +264,40 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
         raise CommandError(f"{path}, {error}") from None
 
 
-def _prompt_fields(text: str) -> dict[str, Any]:
+def _parse_prompt_line(text: str) -> dict[str, Any]:
     """The fields of one JSON line; unknown fields and the id are checked."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f'a JSON {type(fields).__name__}; write an object with a field "prompt"')
+        raise ValueError(f'the line is a JSON {type(fields).__name__}; write an object with a field "prompt"')
     if unknown := [name for name in fields if name not in PROMPT_FIELDS]:
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(PROMPT_FIELDS)}")
     request_id = fields.get("request_id", "")
     if not isinstance(request_id, str) or ("request_id" in fields and not request_id):
-        raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+        raise ValueError(f"request_id is {request_id!r}; it must be a non-empty string")
     _check_unicode("the request_id", request_id)
     return fields
 
 
-def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling) -> Job:
+def _make_job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling) -> Job:
     if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        raise ValueError('give either "prompt" or "prompt_token_ids"')
+        raise ValueError('the line must have exactly one of the fields "prompt" and "prompt_token_ids"')
     prompt = fields.get("prompt", fields.get("prompt_token_ids"))
     if "prompt" in fields and not isinstance(prompt, str):
         raise ValueError(f'"prompt" is {prompt!r}; it must be a string')
     if "prompt_token_ids" in fields and not (
         isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
     ):
-        raise ValueError('"prompt_token_ids" must be a list of whole numbers')
+        raise ValueError('"prompt_token_ids" must be a list of integers')
     if isinstance(prompt, str):
         _check_text(prompt)
     elif not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     priority = fields.get("priority", 0)
     if not isinstance(priority, int) or isinstance(priority, bool):
-        raise ValueError(f'"priority" is {priority!r}; it must be a whole number, smaller being more urgent')
+        raise ValueError(f'"priority" is {priority!r}; it must be an integer (smaller: more urgent)')
     tenant, target = fields.get("tenant", ""), fields.get("ttft_target")
     if not isinstance(tenant, str):
         raise ValueError(f'"tenant" is {tenant!r}; it must be a string')

@@ -150,12 +150,12 @@ def _stats(host: Host) -> EngineStats:
 
 @answers(Film)
 def _film(host: Host, watcher: int) -> bytes:
-    return host.live.take(watcher)
+    return host.live.take_records(watcher)
 
 
 @answers(LeaveFilm)
 def _leave_film(host: Host, watcher: int) -> None:
-    host.live.leave(watcher)
+    host.live.remove_watcher(watcher)
 
 
 @answers(TakePulse)

@@ -61,7 +61,7 @@ def as_test(played: Played) -> str:
         imports="import pytest\n\n" if is_refused else "",
         names=", ".join(names),
         eos=EOS_TOKEN,
-        config=_config(scene.config),
+        config=_config_code(scene.config),
         per_step=scene.seconds_per_step,
         per_token=scene.seconds_per_token,
     )
@@ -72,14 +72,14 @@ def as_test(played: Played) -> str:
             lines.append(f"step({len(several)})")
         else:
             for done in several:
-                lines += _lines(played, done)
-    lines += ["", "# The state that the sandbox showed.", *_asserted(played)]
+                lines += _call_lines(played, done)
+    lines += ["", "# The state that the sandbox showed.", *_assertion_lines(played)]
     body = indent("\n".join(lines), "    ", lambda line: bool(line.strip()))
     found = f"{text}\n{body}\n"
     return found if "chain(" in body else found.replace("from itertools import chain\n\n", "", 1)
 
 
-def _config(config: SchedulerConfig) -> str:
+def _config_code(config: SchedulerConfig) -> str:
     plain = SchedulerConfig(num_blocks=1, max_model_len=1)
     needed = ("num_blocks", "max_model_len")
     given = {
@@ -91,7 +91,7 @@ def _config(config: SchedulerConfig) -> str:
     return f"\n        SchedulerConfig(\n{inner}        )\n    "
 
 
-def _lines(played: Played, done: Done) -> list[str]:
+def _call_lines(played: Played, done: Done) -> list[str]:
     given = done.given
     if given is None:
         return [f"now = {done.now!r}  # nothing to do until then"]
@@ -111,11 +111,11 @@ def _lines(played: Played, done: Done) -> list[str]:
     return [call] if done.what == "add" else ["with pytest.raises(RequestRefused):", f"    {call}"]
 
 
-def _asserted(played: Played) -> list[str]:
+def _assertion_lines(played: Played) -> list[str]:
     scheduler, stats = played.scheduler, played.scheduler.stats()
     found = [
         f"assert [request.request_id for request in scheduler.running] == "
-        f"{_value([request.request_id for request in scheduler.running])}",
+        f"{_value_code([request.request_id for request in scheduler.running])}",
         "stats = scheduler.stats()",
         f"assert (stats.num_waiting, stats.num_free_blocks) == {(stats.num_waiting, stats.num_free_blocks)}",
         f"assert (stats.num_preemptions, stats.num_displaced) == {(stats.num_preemptions, stats.num_displaced)}",
@@ -127,7 +127,7 @@ def _asserted(played: Played) -> list[str]:
         }
         found += [
             "ran = zip(newest.requests, newest.num_scheduled_tokens.tolist(), strict=True)",
-            f"assert {{request.request_id: tokens for request, tokens in ran}} == {_value(ran)}",
+            f"assert {{request.request_id: tokens for request, tokens in ran}} == {_value_code(ran)}",
         ]
     tables = played.tables()
     if tables:
@@ -136,26 +136,26 @@ def _asserted(played: Played) -> list[str]:
             "    request.request_id: scheduler.block_table[row, : scheduler.explain(request.request_id).num_blocks]",
             "    for request, row in zip(scheduler.running, scheduler.running_rows, strict=True)",
             "}",
-            f"assert {{name: table.tolist() for name, table in tables.items()}} == {_value(tables)}",
+            f"assert {{name: table.tolist() for name, table in tables.items()}} == {_value_code(tables)}",
         ]
-    states = {name: _state(each.request) for name, each in played.cast.items() if each.request is not None}
+    states = {name: _state_lines(each.request) for name, each in played.cast.items() if each.request is not None}
     if states:
         found += [
             "states = {  # status, computed tokens, generated tokens, preemptions",
             "    name: (each.status.value, each.num_computed_tokens, each.num_output_tokens, each.num_preemptions)",
             "    for name, each in requests.items()",
             "}",
-            f"assert states == {_value(states)}",
+            f"assert states == {_value_code(states)}",
         ]
     return found
 
 
-def _state(request: Request) -> tuple[str, int, int, int]:
+def _state_lines(request: Request) -> tuple[str, int, int, int]:
     status = request.status.value
     return status, request.num_computed_tokens, request.num_output_tokens, request.num_preemptions
 
 
-def _value(value: Mapping[str, object] | list[str]) -> str:
+def _value_code(value: Mapping[str, object] | list[str]) -> str:
     """The value as Python code. If the code does not fit one line, each entry of the value gets a line of its own."""
     if len(short := repr(value)) <= _WIDTH:
         return short

@@ -165,7 +165,7 @@ def _film_errors() -> Iterator[None]:
     except FilmError:
         raise
     except (IndexError, KeyError, ValueError, OverflowError) as error:
-        raise FilmError(f"the film contradicts itself ({type(error).__name__}: {error}); it is broken") from error
+        raise FilmError(f"the film contradicts itself ({type(error).__name__}: {error}); the film is broken") from error
 
 
 _NAMED = {
@@ -227,7 +227,7 @@ class Film:
                 self._count_memory(BYTES_A_REQUEST * max(map(len, columns.values())))
             elif kind == "E":
                 if columns is None:
-                    raise FilmError("events come before the requests that they are about; the film is broken")
+                    raise FilmError("events precede the requests to which they belong; the film is broken")
                 chunk = _Chunk(*unpack("E", data))
                 self._count_columns(chunk.events)
                 self._count_memory(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
@@ -243,8 +243,10 @@ class Film:
         if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
             self._chunks.pop()  # the film ends between the events and the block operations of a chunk
         self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
-        self._check()
-        self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
+        self._check_indices()
+        self.frames: list[Frame] = [
+            frame for index in range(len(self._chunks)) for frame in self._frames_of_chunk(index)
+        ]
 
     def _count_columns(self, columns: Columns) -> None:
         self._count_memory(sum(values.nbytes for values in columns.values()))
@@ -279,30 +281,30 @@ class Film:
             whose = strings[tenant - 1] if tenant else None
             self.requests.append(FilmRequest(strings[name], whose, arrival / 1e6, prompt_tokens, max_tokens, priority))
 
-    def _check(self) -> None:
+    def _check_indices(self) -> None:
         """Check the numbers of requests, strings and blocks that are used as indices."""
         for chunk in self._chunks:
             for name in ("request", "key_running", "key_waiting", "key_parked", "skipped_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.requests):
-                    raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
+                    raise FilmError(f"column {name!r} names a request that is not in the film; the film is broken")
             for name, what in _NAMED.items():
                 numbers, plus = chunk.events[name], name in _PLUS_ONE
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.header["names"][what]) + plus:
-                    raise FilmError(f"column {name!r} has a number that names nothing; the film is broken")
+                    raise FilmError(f"column {name!r} has a number without a name in the header; the film is broken")
             for name in ("deferred_holder", "preempted_by", "step_blocker", "key_flight_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= len(self.requests):
-                    raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
+                    raise FilmError(f"column {name!r} names a request that is not in the film; the film is broken")
             for name, numbers in chunk.events.items():
                 if name in _COUNTS and len(numbers) and numbers.min() < 0:
                     raise FilmError(f"column {name!r} has a negative number; the film is broken")
             if len(modes := chunk.events["pause_mode"]) and not 0 <= modes.min() <= modes.max() <= 2:
-                raise FilmError("a pause is of no known kind; the film is broken")
+                raise FilmError("a pause has an unknown mode; the film is broken")
             if len(how := chunk.events["preempted_recovery"]) and not 0 <= how.min() <= how.max() <= 2:
-                raise FilmError("a recovery is of no known kind; the film is broken")
+                raise FilmError("a preemption has an unknown kind of recovery; the film is broken")
 
-    def _frames_of(self, index: int) -> Iterator[Frame]:
+    def _frames_of_chunk(self, index: int) -> Iterator[Frame]:
         events = self._chunks[index].events
         ops = events["op"]
         counts = iter(events["steps_count"].tolist())
@@ -351,8 +353,8 @@ class Film:
         step.
         """
         with _film_errors():
-            begin = self._place_after(first - 1) if first else (0, 0)
-            end = (len(self._chunks), 0) if after is None else self._place_after(after - 1)
+            begin = self._position_after(first - 1) if first else (0, 0)
+            end = (len(self._chunks), 0) if after is None else self._position_after(after - 1)
             for index in range(begin[0], min(end[0] + 1, len(self._chunks))):
                 chunk = self._chunks[index]
                 stop = end[1] if index == end[0] else len(chunk.events["op"])
@@ -360,7 +362,7 @@ class Film:
                     if index > begin[0] or place >= begin[1]:
                         yield event
 
-    def _place_after(self, frame: int) -> tuple[int, int]:
+    def _position_after(self, frame: int) -> tuple[int, int]:
         """Index of a frame's chunk, and index of the event after the frame's step in that chunk."""
         return self.frames[frame].chunk, self.frames[frame].event + 1
 
@@ -403,13 +405,13 @@ class _Cursor:
         self._strings = chunk.strings
         self._at = dict.fromkeys(self._columns, 0)
 
-    def _next(self, name: str) -> int:
+    def _next_value(self, name: str) -> int:
         at = self._at[name]
         self._at[name] = at + 1
         number: int = self._columns[name][at]
         return number
 
-    def _next_several(self, name: str, count: int) -> list[int]:
+    def _next_values(self, name: str, count: int) -> list[int]:
         at = self._at[name]
         self._at[name] = at + count
         found: list[int] = self._columns[name][at : at + count]
@@ -422,17 +424,17 @@ class _Cursor:
         try:
             for index in range(end):
                 op = Op(self._columns["op"][index])
-                request = None if op in _OF_NO_REQUEST else self._next("request")
-                fields = self._fields(op)
+                request = None if op in _OF_NO_REQUEST else self._next_value("request")
+                fields = self._read_fields(op)
                 yield Event(op, self._columns["time"][index] / 1e6, request, fields)
         except IndexError:
             raise FilmError("a column has too few numbers for the events of its chunk; the film is broken") from None
 
-    def _fields(self, op: Op) -> dict[str, Any]:
-        fields: dict[str, Any] = {name: self._next(f"{prefix}{name}") for prefix, name in _FIELDS.get(op, ())}
+    def _read_fields(self, op: Op) -> dict[str, Any]:
+        fields: dict[str, Any] = {name: self._next_value(f"{prefix}{name}") for prefix, name in _FIELDS.get(op, ())}
         if op is Op.STEP or op is Op.STEPS:
             count = fields["skipped"]
-            fields["skipped"] = self._next_several("skipped_request", count - 1) if count else None
+            fields["skipped"] = self._next_values("skipped_request", count - 1) if count else None
         if op is Op.REFUSED:
             fields["why"] = self._strings[fields["why"]]
         elif op is Op.FINISHED:
@@ -442,15 +444,15 @@ class _Cursor:
         elif op is Op.STEP:
             count = fields.pop("exceptions")
             names = ("exception_row", "exception_tokens", "exception_flags")
-            fields["rows"] = list(zip(*(self._next_several(name, count) for name in names), strict=True))
+            fields["rows"] = list(zip(*(self._next_values(name, count) for name in names), strict=True))
         elif op is Op.UPDATE:
             count = fields.pop("exceptions")
-            rows, counts = self._next_several("update_row", count), self._next_several("update_count", count)
+            rows, counts = self._next_values("update_row", count), self._next_values("update_count", count)
             fields["rows"] = list(zip(rows, counts, strict=True))
         elif op is Op.FAILED:
-            fields["computed"] = self._next_several("failed_computed", fields.pop("rows"))
+            fields["computed"] = self._next_values("failed_computed", fields.pop("rows"))
         elif op is Op.STEPS:
-            fields["micros"] = self._next_several("steps_micros", fields["count"])
+            fields["micros"] = self._next_values("steps_micros", fields["count"])
         return fields
 
 
@@ -494,11 +496,11 @@ class _Player:
         self._num_frames = 0
         self.num_ends = 0
         """Number of events still to apply that belong to the end of a frame with several steps."""
-        self.state = self._key_frame(chunk.events)
+        self.state = self._read_key_frame(chunk.events)
         if self._blocks is not None:
             self._blocks.open(self.state)
 
-    def _key_frame(self, columns: Columns) -> State:
+    def _read_key_frame(self, columns: Columns) -> State:
         lists = {name: values.tolist() for name, values in columns.items() if name.startswith("key_")}
         running, waiting, parked = lists["key_running"], lists["key_waiting"], lists["key_parked"]
         numbers = [*running, *waiting, *parked]
@@ -553,29 +555,29 @@ class _Player:
             )
         op = event.op
         if op is Op.QUEUED:
-            self._move(one, state.waiting, "preempted" if one.admission else "waiting")
+            self._move_request(one, state.waiting, "preempted" if one.admission else "waiting")
         elif op is Op.PARKED:
-            self._move(one, state.parked, names["statuses"][fields["status"]])
+            self._move_request(one, state.parked, names["statuses"][fields["status"]])
         elif op is Op.DEFERRED:
             one.reason, one.missing = names["reasons"][fields["reason"]], fields["missing"]
             one.holder = fields["holder"] - 1 if fields["holder"] else None
         elif op is Op.ADMITTED:
-            self._move(one, state.running, "running")
+            self._move_request(one, state.running, "running")
             one.num_computed_tokens = one.num_cached_tokens = fields["cached"]
             one.admission += 1
         elif op is Op.PREEMPTED:
             one.num_preemptions += 1
-            self._move(one, state.waiting, "preempted")
+            self._move_request(one, state.waiting, "preempted")
         elif op is Op.ROLLED_BACK:
             one.admission -= 1
-            self._move(one, state.waiting, "preempted" if one.admission else "waiting")
+            self._move_request(one, state.waiting, "preempted" if one.admission else "waiting")
         elif op is Op.FINISHED:
-            self._move(one, None, "finished_" + names["finish_reasons"][fields["reason"]])
+            self._move_request(one, None, "finished_" + names["finish_reasons"][fields["reason"]])
             del state.requests[number]
         elif op is Op.EXTENDED:
             one.num_prompt_tokens, one.num_generated_tokens = fields["prompt"], fields["generated"]
 
-    def _move(self, one: RequestState, place: list[int] | None, status: str) -> None:
+    def _move_request(self, one: RequestState, place: list[int] | None, status: str) -> None:
         state = self.state
         for other in (state.running, state.waiting, state.parked):
             if one.number in other:
@@ -583,19 +585,19 @@ class _Player:
         if one.status == "running":
             one.num_computed_tokens = one.num_cached_tokens = 0
             if self._blocks is not None:
-                self._blocks.drop(one)
+                self._blocks.release_blocks(one)
         one.status, one.reason, one.missing, one.holder = status, None, 0, None
         if place is not None:
             place.append(one.number)
 
-    def _step(self, fields: dict[str, Any]) -> None:
+    def _apply_step(self, fields: dict[str, Any]) -> None:
         state = self.state
         rows = [BatchRow(number, 1, True, 0, state.requests[number].admission) for number in state.running]
         place = 0
         for ahead, tokens, flags in fields["rows"]:
             place += ahead
             rows[place].num_tokens, rows[place].samples, rows[place].num_drafts = tokens, bool(flags & 1), flags >> 1
-        self._queue(fields)
+        self._apply_queue(fields)
         state.batch = [row for row in rows if row.num_tokens]
         for row in state.batch:
             state.requests[row.number].num_computed_tokens += row.num_tokens
@@ -604,12 +606,12 @@ class _Player:
             self._blocks.frame(state, self._num_frames)
         self._num_frames += 1
 
-    def _queue(self, fields: dict[str, Any]) -> None:
+    def _apply_queue(self, fields: dict[str, Any]) -> None:
         self.state.blocker = fields["blocker"] - 1 if fields["blocker"] else None
         if fields["skipped"] is not None:
             self.state.skipped = fields["skipped"]
 
-    def _update(self, fields: dict[str, Any]) -> None:
+    def _apply_update(self, fields: dict[str, Any]) -> None:
         state = self.state
         rows = state.in_flight.pop(0)
         counts = [int(row.samples) for row in rows]
@@ -623,13 +625,13 @@ class _Player:
             if row.num_drafts and one.status == "running" and one.admission == row.admission:
                 one.num_computed_tokens -= row.num_drafts + 1 - count
 
-    def _steps(self, fields: dict[str, Any], num_steps: int | None = None) -> None:
+    def _apply_steps(self, fields: dict[str, Any], num_steps: int | None = None) -> None:
         state, count = self.state, fields["count"]
         for number in state.running:
             one = state.requests[number]
             one.num_computed_tokens += count
             one.num_generated_tokens += count
-        self._queue(fields)
+        self._apply_queue(fields)
         state.batch = [BatchRow(number, 1, True, 0, 0) for number in state.running]
         state.time += sum(fields["micros"]) / 1e6
         if self._blocks is not None:
@@ -644,28 +646,28 @@ class _Player:
         micros = event.fields["micros"]
         state = self.state
         state.time = event.time
-        self._steps({**event.fields, "count": count, "micros": micros[: count - 1], "ends": 0}, num_steps=count)
+        self._apply_steps({**event.fields, "count": count, "micros": micros[: count - 1], "ends": 0}, num_steps=count)
         for number in state.running:
             state.requests[number].num_generated_tokens -= 1
 
-    def _failed(self, fields: dict[str, Any]) -> None:
+    def _apply_failed_step(self, fields: dict[str, Any]) -> None:
         state = self.state
         del state.in_flight[len(state.in_flight) - fields["steps"] :]
         for number, computed in zip(state.running, fields["computed"], strict=True):
             state.requests[number].num_computed_tokens = computed
 
 
-def _nothing(player: _Player, fields: dict[str, Any]) -> None:
+def _ignore_event(player: _Player, fields: dict[str, Any]) -> None:
     """Do nothing: an event about a pause or a limit changes the state of no request."""
 
 
 _ON_STEPS = {
-    Op.STEP: _Player._step,
-    Op.UPDATE: _Player._update,
-    Op.STEPS: _Player._steps,
-    Op.FAILED: _Player._failed,
-    Op.PAUSED: _nothing,
-    Op.LIMITED: _nothing,
+    Op.STEP: _Player._apply_step,
+    Op.UPDATE: _Player._apply_update,
+    Op.STEPS: _Player._apply_steps,
+    Op.FAILED: _Player._apply_failed_step,
+    Op.PAUSED: _ignore_event,
+    Op.LIMITED: _ignore_event,
 }
 
 
@@ -696,7 +698,7 @@ class _BlockPlayer:
         state.is_cached = np.unpackbits(packed, count=self._num_blocks, bitorder="little").astype(np.bool_)
         self._state = state
 
-    def drop(self, one: RequestState) -> None:
+    def release_blocks(self, one: RequestState) -> None:
         """Release the blocks of a request that no longer runs. A block without further references becomes free; if
         prefix caching is enabled, it stays in the prefix cache."""
         table = np.array(one.table, dtype=np.int64)

@@ -1,8 +1,8 @@
 """The live film: streams the decisions of a running scheduler to its watchers.
 
     live = LiveFilm(scheduler)
-    records = live.take("a")     repeatedly, between two calls of the scheduler; the first call begins to watch
-    live.leave("a")
+    records = live.take_records("a")  repeatedly, between two calls of the scheduler; the first call begins to watch
+    live.remove_watcher("a")
 
 While there are watchers, one `FilmRecorder` follows the scheduler. At most every `SECONDS_BETWEEN_PARTS` its output is
 cut off as a part. Each part, together with the shared header, is a complete film, so a watcher can miss parts. A
@@ -95,7 +95,7 @@ class LiveFilm:
         usual = sorted(self._costs)[len(self._costs) // 2] if self._costs else 0.0
         return max(SECONDS_BETWEEN_PARTS, usual / SHARE_OF_TIME)
 
-    def take(self, watcher: Hashable) -> bytes:
+    def take_records(self, watcher: Hashable) -> bytes:
         """The new records for a watcher.
 
         Args:
@@ -106,7 +106,7 @@ class LiveFilm:
         """
         own = self._watchers.get(watcher)
         if own is None:
-            own = self._begin(watcher)
+            own = self._add_watcher(watcher)
         recorder, now = self._recorder, self._clock()
         assert recorder is not None
         if now >= self._due and recorder.num_frames:
@@ -115,16 +115,16 @@ class LiveFilm:
         records = []
         if not own.has_header:
             own.has_header = True
-            records.append(_record(b"H", self._header))
+            records.append(_encode_record(b"H", self._header))
         if own.parts or now >= own.sent_at + SECONDS_BETWEEN_STATES:
             own.sent_at = now
-            records.append(_record(b"S", self._state(own)))
-        records += [_record(b"P", part) for part, _ in own.parts]
+            records.append(_encode_record(b"S", self._state_record(own)))
+        records += [_encode_record(b"P", part) for part, _ in own.parts]
         own.parts.clear()
         own.num_bytes = 0
         return b"".join(records)
 
-    def leave(self, watcher: Hashable) -> None:
+    def remove_watcher(self, watcher: Hashable) -> None:
         """Remove a watcher; does nothing for an unknown name."""
         if self._watchers.pop(watcher, None) is None or self._watchers or self._recorder is None:
             return
@@ -132,36 +132,38 @@ class LiveFilm:
         self._recorder, self._newest = None, None
         self._file = io.BytesIO()
 
-    def _begin(self, watcher: Hashable) -> _Watcher:
+    def _add_watcher(self, watcher: Hashable) -> _Watcher:
         if len(self._watchers) >= MAX_WATCHERS:
-            raise TooManyWatchers(f"{MAX_WATCHERS} pages watch already; close one of them")
+            raise TooManyWatchers(
+                f"{MAX_WATCHERS} pages, the maximum, already show this engine live; close one of them"
+            )
         if self._recorder is None:
             recorder = FilmRecorder(self._file)
             self._scheduler.start_film(recorder)
             recorder.on_chunk = self._drop_large_part
             self._header, self._recorder, self._due = (
-                self._take_bytes(),
+                self._take_part(),
                 recorder,
                 self._clock() + SECONDS_BETWEEN_PARTS,
             )
         own = self._watchers[watcher] = _Watcher()
         if self._newest is not None:
-            self._queue(own, self._newest)
+            self._queue_for(own, self._newest)
         return own
 
     def _cut_part(self, recorder: FilmRecorder) -> tuple[bytes, int]:
         began, num_frames = self._cpu_clock(), recorder.num_frames
         recorder.cut()
         self._costs.append(self._cpu_clock() - began)
-        return self._take_bytes(), num_frames
+        return self._take_part(), num_frames
 
     def _queue_for_all(self, part: tuple[bytes, int]) -> None:
         self._newest = part
         for own in self._watchers.values():
-            self._queue(own, part)
+            self._queue_for(own, part)
 
     @staticmethod
-    def _queue(own: _Watcher, part: tuple[bytes, int]) -> None:
+    def _queue_for(own: _Watcher, part: tuple[bytes, int]) -> None:
         own.parts.append(part)
         own.num_bytes += len(part[0])
         while own.num_bytes > MAX_WAITING and len(own.parts) > 1:
@@ -178,13 +180,13 @@ class LiveFilm:
             for own in self._watchers.values():
                 own.num_dropped += num_frames
 
-    def _take_bytes(self) -> bytes:
+    def _take_part(self) -> bytes:
         found = self._file.getvalue()
         self._file.seek(0)
         self._file.truncate()
         return found
 
-    def _state(self, own: _Watcher) -> bytes:
+    def _state_record(self, own: _Watcher) -> bytes:
         scheduler = self._scheduler
         state = {
             "interval": round(self.interval, 3),
@@ -196,7 +198,7 @@ class LiveFilm:
         return json.dumps(state, separators=(",", ":")).encode()
 
 
-def _record(kind: bytes, data: bytes) -> bytes:
+def _encode_record(kind: bytes, data: bytes) -> bytes:
     return _RECORD.pack(kind, len(data)) + data
 
 

@@ -122,14 +122,14 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Process the requests of a new connection, if `places` has a place for it."""
-        if self.places.take(request):
+        if self.places.acquire(request):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
         """Free the place of a connection whose thread has ended."""
-        self.places.give_back(request)
+        self.places.release(request)
         super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
@@ -149,23 +149,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: a log would fill a terminal, and contain the data of URLs."""
 
     def do_GET(self) -> None:
-        self._answer()
+        self._respond()
 
     do_HEAD = do_POST = do_GET
 
-    def _answer(self) -> None:
-        self.server.places.use(self.connection)
+    def _respond(self) -> None:
+        self.server.places.mark_used(self.connection)
         try:
-            self._check_names()
+            self._check_host_and_origin()
             place = urlsplit(self.path)
             if place.path == "/":
-                self._page()
+                self._send_page()
             else:
-                self._route(place.path, dict(parse_qsl(place.query)))
+                self._call_route(place.path, dict(parse_qsl(place.query)))
         except Refused as error:
             self._send(error.status, json.dumps({"error": str(error)}).encode(), "application/json")
 
-    def _check_names(self) -> None:
+    def _check_host_and_origin(self) -> None:
         """Refuse requests that were sent by other pages or under another host name.
 
         Raises:
@@ -181,12 +181,12 @@ class _Handler(BaseHTTPRequestHandler):
             if site not in ("same-origin", "none"):
                 raise Refused(403, "Sec-Fetch-Site is another page, which may not use this server")
 
-    def _page(self) -> None:
+    def _send_page(self) -> None:
         if self.command == "POST":
             raise Refused(405, "the page is served with GET only")
         self._send(200, self.page, "text/html; charset=utf-8")
 
-    def _route(self, path: str, query: dict[str, str]) -> None:
+    def _call_route(self, path: str, query: dict[str, str]) -> None:
         scheme, _, given = self.headers.get("authorization", "").partition(" ")
         is_known = hmac.compare_digest(given.strip().encode(), self.token.encode())
         if scheme.lower() != "bearer" or not is_known:
@@ -194,15 +194,15 @@ class _Handler(BaseHTTPRequestHandler):
         route = self.routes.get((self.command, path))
         if route is None:
             raise Refused(404, "there is no such address here")
-        found = route(Ask(query, self._body()))
+        found = route(Ask(query, self._read_body()))
         if isinstance(found, bytes):
             self._send(200, found, "application/octet-stream")
         elif isinstance(found, (dict, list)):
             self._send(200, json.dumps(found, separators=(",", ":")).encode(), "application/json")
         else:
-            self._stream(found)
+            self._send_stream(found)
 
-    def _body(self) -> bytes:
+    def _read_body(self) -> bytes:
         length = self.headers.get("content-length", "0")
         if self.headers.get("transfer-encoding") is not None or not length.isdecimal():
             raise Refused(411, "a body needs its Content-Length")
@@ -210,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(413, f"the body has {length} bytes; the maximum is {MAX_BODY}")
         return self.rfile.read(int(length))
 
-    def _head(self, status: int, content_type: str) -> None:
+    def _send_head(self, status: int, content_type: str) -> None:
         self.send_response(status)
         self.send_header("content-type", content_type)
         for name, value in PAGE_HEADERS.items():
@@ -218,15 +218,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("connection", "close")
 
     def _send(self, status: int, body: bytes, content_type: str) -> None:
-        self._head(status, content_type)
+        self._send_head(status, content_type)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _stream(self, parts: Stream) -> None:
+    def _send_stream(self, parts: Stream) -> None:
         with closing(parts) as open_parts:  # type: ignore[type-var]  # a generator, or another object with close
-            self._head(200, "application/octet-stream")
+            self._send_head(200, "application/octet-stream")
             self.end_headers()
             with suppress(OSError):  # the client has disconnected
                 for part in open_parts:

@@ -56,7 +56,7 @@ def assemble(
     script = "\n".join([words_script(), *(read(file) for file in (*VIEW, *scripts, f"{name}.js"))])
     connect = "connect-src 'self'; " if connects else ""
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} 'unsafe-hashes'; {connect}"
+        f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)} 'unsafe-hashes'; {connect}"
         "base-uri 'none'; form-action 'none'"
     )
     carried = "\n".join(
@@ -82,6 +82,6 @@ def words_script() -> str:
     return f'"use strict";\nconst WORDS = {words};'
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"

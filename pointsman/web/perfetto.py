@@ -24,14 +24,14 @@ def write_trace(
     """Write the trace: the first `max_requests` requests, and counters at up to `max_points` evenly spaced frames."""
     timeline, spans = timeline_of(film)
     shown = min(len(film.requests), max_requests)
-    events = [process_name(0, "scheduler"), *_counters(timeline, film, max_points)]
-    events += _slices(film, [span for span in spans if span.number < shown])
-    events += _preemptions(film)
+    events = [process_name(0, "scheduler"), *_counter_events(timeline, film, max_points)]
+    events += _slice_events(film, [span for span in spans if span.number < shown])
+    events += _preemption_events(film)
     about: dict[str, object] = {"requests": len(film.requests), "requests_shown": shown}
     write_events(path, about, events)
 
 
-def _counters(timeline: Timeline, film: Film, max_points: int) -> list[dict[str, Any]]:
+def _counter_events(timeline: Timeline, film: Film, max_points: int) -> list[dict[str, Any]]:
     config = film.header["config"]
     num_blocks = config["num_blocks"] - config["num_reserved_blocks"]
     counters = {
@@ -49,7 +49,7 @@ def _counters(timeline: Timeline, film: Film, max_points: int) -> list[dict[str,
     ]
 
 
-def _slices(film: Film, spans: list[Span]) -> list[dict[str, Any]]:
+def _slice_events(film: Film, spans: list[Span]) -> list[dict[str, Any]]:
     of_request: dict[int, list[Span]] = {}
     for span in spans:
         of_request.setdefault(span.number, []).append(span)
@@ -67,7 +67,7 @@ def _slices(film: Film, spans: list[Span]) -> list[dict[str, Any]]:
     return events
 
 
-def _preemptions(film: Film) -> list[dict[str, Any]]:
+def _preemption_events(film: Film) -> list[dict[str, Any]]:
     """An event of the trace for each preemption, drawn across all rows of the process."""
     teller = Teller(film)
     return [

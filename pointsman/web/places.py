@@ -2,10 +2,10 @@
 favour of newer ones.
 
     places = Places(16)
-    if places.take(sock): ...      in the thread that accepts; otherwise close the connection
-    places.use(sock)               its request is being processed
-    places.wait(sock)              it is idle again: it waits for its client
-    places.give_back(sock)         its thread ends
+    if places.acquire(sock): ...   in the thread that accepts; otherwise close the connection
+    places.mark_used(sock)         its request is being processed
+    places.mark_idle(sock)         it is idle again: it waits for its client
+    places.release(sock)           its thread ends
 
 Idle clients cannot block others: the connection that has been idle longest is shut down for a newer one, which ends the
 blocking read of that connection's thread. A connection whose request is being processed is never shut down.
@@ -32,7 +32,7 @@ class Places:
         """Idle connections; the first has been idle longest."""
         self._used: set[socket.socket] = set()
 
-    def take(self, sock: socket.socket) -> bool:
+    def acquire(self, sock: socket.socket) -> bool:
         """Give a place to a new, idle connection; False: all places are in use."""
         with self._lock:
             if len(self._idle) + len(self._used) >= self.size:
@@ -45,7 +45,7 @@ class Places:
             self._idle[sock] = None
             return True
 
-    def use(self, sock: socket.socket) -> None:
+    def mark_used(self, sock: socket.socket) -> None:
         """Mark this connection as used, because a request on it is being processed; no effect if a newer connection has
         its place."""
         with self._lock:
@@ -53,14 +53,14 @@ class Places:
                 del self._idle[sock]
                 self._used.add(sock)
 
-    def wait(self, sock: socket.socket) -> None:
+    def mark_idle(self, sock: socket.socket) -> None:
         """Mark this connection as idle again."""
         with self._lock:
             if sock in self._used:
                 self._used.remove(sock)
                 self._idle[sock] = None
 
-    def give_back(self, sock: socket.socket) -> None:
+    def release(self, sock: socket.socket) -> None:
         """Free the place of this connection; a second call does nothing."""
         with self._lock:
             self._idle.pop(sock, None)

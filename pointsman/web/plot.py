@@ -139,6 +139,6 @@ def _draw_queue(axes: Any, timeline: Timeline, edges: FloatArray) -> None:
 
 
 def _shorten(text: str, most: int = 24) -> str:
-    """An id as a label: on one line, and without mathematical notation."""
+    """An id as a label: on one line, shortened, and without a `$` that would begin a formula in matplotlib."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text).replace("$", r"\$")
     return plain if len(plain) <= most else plain[: most - 1] + "…"

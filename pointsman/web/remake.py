@@ -58,9 +58,9 @@ def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
     try:
         config = SchedulerConfig(**{**given, **_ALONE})
     except (ConfigError, TypeError) as error:
-        raise FilmError(f"its settings cannot be used here: {error}") from None
-    per_step, per_token = _step_seconds(film)
-    inputs = _inputs(film)
+        raise FilmError(f"the film's settings cannot be used in a sandbox: {error}") from None
+    per_step, per_token = _fit_step_seconds(film)
+    inputs = _scene_inputs(film)
     arrivals = [each for each in inputs if isinstance(each, Arrival)]
     kept: set[str] = set()
     num_tokens = 0
@@ -74,8 +74,8 @@ def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
     return Remade(scene, len(arrivals) - len(kept))
 
 
-def _inputs(film: Film) -> list[Input]:
-    generated, aborted = _ends(film)
+def _scene_inputs(film: Film) -> list[Input]:
+    generated, aborted = _request_ends(film)
     found: list[Input] = []
     names: set[str] = set()
     for number, each in enumerate(film.requests):
@@ -98,7 +98,7 @@ def _inputs(film: Film) -> list[Input]:
     return found
 
 
-def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
+def _request_ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
     """Two mappings by request number: the number of tokens that the request generated, and the time at which it was
     aborted."""
     reasons = film.header["names"]["finish_reasons"]
@@ -115,7 +115,7 @@ def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
     return generated, aborted
 
 
-def _step_seconds(film: Film) -> tuple[float, float]:
+def _fit_step_seconds(film: Film) -> tuple[float, float]:
     """The constant seconds of a step, and the seconds added by each token of the step. They are fitted by least squares
     to the steps that were followed immediately by another step."""
     plain = Scene(SchedulerConfig(num_blocks=1, max_model_len=1))

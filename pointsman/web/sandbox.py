@@ -135,7 +135,7 @@ class Sandbox:
         first = scene or Scene(START)
         self._now = _Moment(first, "begin", first)
         _check_size(first)
-        self.played = self._play(first)
+        self.played = self._play_scene(first)
         """The result of playing the current scene."""
         self._base_played: Played | None = None  # cache of the newest result of `before`
 
@@ -161,20 +161,20 @@ class Sandbox:
         handlers: dict[str, tuple[Callable[..., _Moment], tuple[str, ...], tuple[str, ...]]] = {
             # The method that makes the next moment, its required arguments, and its optional arguments.
             "add": (
-                self._add,
+                self._add_request,
                 ("prompt", "output"),
                 ("id", "at", "like", "shared", "priority", "tenant", "max_tokens"),
             ),
-            "abort": (self._abort, ("id",), ()),
+            "abort": (self._abort_request, ("id",), ()),
             "priority": (self._set_priority, ("id", "priority"), ()),
-            "step": (self._step, (), ("count",)),
-            "run": (self._run, (), ()),
-            "settings": (self._set, ("settings",), ()),
-            "situation": (self._choose, ("name",), ()),
-            "what_if": (self._what_if, (), ()),
+            "step": (self._play_steps, (), ("count",)),
+            "run": (self._play_to_the_end, (), ()),
+            "settings": (self._change_settings, ("settings",), ()),
+            "situation": (self._choose_situation, ("name",), ()),
+            "what_if": (self._apply_what_if, (), ()),
             "compare_from_here": (self._compare_from_here, (), ()),
-            "reset": (self._reset, (), ()),
-            "clear": (self._clear, (), ()),
+            "reset": (self._reset_scene, (), ()),
+            "clear": (self._remove_requests, (), ()),
         }
         if not isinstance(name, str) or name not in handlers:
             raise SandboxError(f"do is {name!r}; choose one of {', '.join(handlers)}, undo, redo")
@@ -182,12 +182,14 @@ class Sandbox:
         arguments = {key: value for key, value in action.items() if key != "do" and value is not None}
         for key in needed:
             if key not in arguments:
-                raise SandboxError(f"{name} needs {key}; give it")
+                raise SandboxError(f"the action {name} needs the field {key}; give it")
         for key in arguments:
             if key not in needed + others:
-                raise SandboxError(f"{name} has no {key}; it takes {', '.join(needed + others) or 'nothing'}")
+                raise SandboxError(
+                    f"the action {name} has no field {key}; its fields: {', '.join(needed + others) or 'none'}"
+                )
         moment = handler(**arguments)
-        played = self._play(moment.scene)
+        played = self._play_scene(moment.scene)
         self._past = [*self._past, self._now][-MAX_UNDO:]
         self._future = []
         self._now, self.played = moment, played
@@ -196,31 +198,31 @@ class Sandbox:
         if not source:
             raise SandboxError(f"there is nothing to {what}")
         moment = source[-1]
-        played = self._play(moment.scene)
+        played = self._play_scene(moment.scene)
         other.append(self._now)
         source.pop()
         self._now, self.played = moment, played
 
-    def _play(self, scene: Scene) -> Played:
+    def _play_scene(self, scene: Scene) -> Played:
         try:
             check_policies(scene.config)
             return play(scene)
         except ConfigError as error:
             raise SandboxError(str(error)) from None
 
-    def _next(self, what: str, **changes: Any) -> _Moment:
-        """The current scene, cut after the steps that were played, with `changes` of its fields."""
+    def _next_moment(self, what: str, **changes: Any) -> _Moment:
+        """The next moment: the current scene with `changes` of its fields, to be played up to the current step."""
         kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 
-    def _with_input(self, what: str, given: Input) -> _Moment:
-        moment = self._next(what, inputs=(*self.scene.inputs, given))
+    def _next_moment_with_input(self, what: str, given: Input) -> _Moment:
+        moment = self._next_moment(what, inputs=(*self.scene.inputs, given))
         _check_size(moment.scene)
         return moment
 
     # ------------------------------------------------------------------ requests
 
-    def _add(
+    def _add_request(
         self,
         prompt: object,
         output: object,
@@ -233,26 +235,30 @@ class Sandbox:
         max_tokens: object = None,
     ) -> _Moment:
         known = {each.request_id: each for each in self.scene.arrivals}
-        name = _text("id", id) if id is not None else next(each for each in _names() if each not in known)
+        name = _check_text("id", id) if id is not None else next(each for each in _new_names() if each not in known)
         if name in known:
-            raise SandboxError(f"id is {name!r}, which another request has; choose another id, or leave it out")
+            raise SandboxError(f"id is {name!r}, but another request has this id; choose another, or leave it out")
         now = self.played.now
-        time = now if at is None else _number("at", at, 0, MAX_SECONDS)
+        time = now if at is None else _check_number("at", at, 0, MAX_SECONDS)
         if time < now:
-            raise SandboxError(f"at is {time:g} s, and the time is {now:g} s; give that or later, or reset first")
-        num_prompt = _integer("prompt", prompt, 1, MAX_TOKENS)
-        num_output = _integer("output", output, 1, MAX_TOKENS)
+            raise SandboxError(
+                f"at is {time:g} s, but the time is {now:g} s already; give at least {now:g}, or reset first"
+            )
+        num_prompt = _check_integer("prompt", prompt, 1, MAX_TOKENS)
+        num_output = _check_integer("output", output, 1, MAX_TOKENS)
         num_shared = 0
         if like is not None:
-            other = known.get(_text("like", like))
+            other = known.get(_check_text("like", like))
             if other is None:
                 raise SandboxError(
-                    f"like is {like!r}, and no request has that id; choose one of {_joined_names(known)}"
+                    f"like is {like!r}, but no request has this id; choose one of {_joined_names(known)}"
                 )
             most = min(num_prompt, other.num_prompt_tokens + other.num_output_tokens - 1)
-            num_shared = _integer("shared", most if shared is None else shared, 1, most)
+            num_shared = _check_integer("shared", most if shared is None else shared, 1, most)
         elif shared is not None:
-            raise SandboxError(f"shared is {shared!r}, and like is not given; name the request that it starts like")
+            raise SandboxError(
+                f"shared is {shared!r}, but has no effect without like; give the id of a request in like"
+            )
         arrival = Arrival(
             name,
             num_prompt,
@@ -260,31 +266,33 @@ class Sandbox:
             time,
             None if like is None else str(like),
             num_shared,
-            _integer("priority", priority, -MAX_INT, MAX_INT),
-            "" if tenant is None else _text("tenant", tenant),
-            None if max_tokens is None else _integer("max_tokens", max_tokens, 1, MAX_TOKENS),
+            _check_integer("priority", priority, -MAX_INT, MAX_INT),
+            "" if tenant is None else _check_text("tenant", tenant),
+            None if max_tokens is None else _check_integer("max_tokens", max_tokens, 1, MAX_TOKENS),
         )
-        return self._with_input(f"add {name}", arrival)
+        return self._next_moment_with_input(f"add {name}", arrival)
 
-    def _abort(self, id: object) -> _Moment:
-        cast = self._unfinished("abort", id)
+    def _abort_request(self, id: object) -> _Moment:
+        cast = self._unfinished_request("abort", id)
         name = cast.arrival.request_id
         if cast.request is not None:
-            return self._with_input(f"abort {name}", Abortion(name, self.played.now))
+            return self._next_moment_with_input(f"abort {name}", Abortion(name, self.played.now))
         if any(each.starts_like == name for each in self.scene.arrivals):
-            raise SandboxError(f"{name} has not arrived, and another request starts like it; remove that request first")
+            raise SandboxError(f"another request shares the first tokens of {name}; remove this other request first")
         kept = tuple(each for each in self.scene.inputs if each.request_id != name)
-        return self._next(f"remove {name}", inputs=kept)
+        return self._next_moment(f"remove {name}", inputs=kept)
 
     def _set_priority(self, id: object, priority: object) -> _Moment:
-        cast = self._unfinished("priority", id)
-        name, value = cast.arrival.request_id, _integer("priority", priority, -MAX_INT, MAX_INT)
+        cast = self._unfinished_request("priority", id)
+        name, value = cast.arrival.request_id, _check_integer("priority", priority, -MAX_INT, MAX_INT)
         if cast.request is None:
-            raise SandboxError(f"{name} arrives at {cast.arrival.at:g} s; step until then, or add it with a priority")
-        return self._with_input(f"priority of {name}", Urgency(name, value, self.played.now))
+            raise SandboxError(
+                f"{name} has not arrived; step to {cast.arrival.at:g} s first, or add it with this priority"
+            )
+        return self._next_moment_with_input(f"priority of {name}", Urgency(name, value, self.played.now))
 
-    def _unfinished(self, what: str, id: object) -> Cast:
-        cast = self.played.cast.get(_text("id", id))
+    def _unfinished_request(self, what: str, id: object) -> Cast:
+        cast = self.played.cast.get(_check_text("id", id))
         if cast is None:
             raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_joined_names(self.played.cast)}")
         if cast.refusal is not None or (cast.request is not None and cast.request.status.is_finished):
@@ -293,47 +301,47 @@ class Sandbox:
 
     # ------------------------------------------------------------------ steps
 
-    def _step(self, count: object = 1) -> _Moment:
-        number = _integer("count", count, 1, MAX_STEPS)
-        self._check_left()
+    def _play_steps(self, count: object = 1) -> _Moment:
+        number = _check_integer("count", count, 1, MAX_STEPS)
+        self._check_step_is_possible()
         done = self.played.num_steps
         if done + number > MAX_STEPS:
             raise SandboxError(
                 f"count is {number}, {done} steps are done, and the maximum is {MAX_STEPS:,}; give at most "
                 f"{MAX_STEPS - done}, or reset"
             )
-        return self._next("step" if number == 1 else f"{number} steps", num_steps=done + number)
+        return self._next_moment("step" if number == 1 else f"{number} steps", num_steps=done + number)
 
-    def _run(self) -> _Moment:
-        self._check_left()
-        return self._next("run", to_the_end=True)
+    def _play_to_the_end(self) -> _Moment:
+        self._check_step_is_possible()
+        return self._next_moment("run", to_the_end=True)
 
-    def _check_left(self) -> None:
+    def _check_step_is_possible(self) -> None:
         if self.played.problem is not None:
-            raise SandboxError(f"the policy failed, so no step follows: {self.played.problem}; change the settings")
+            raise SandboxError(f"a policy failed, so no step can follow: {self.played.problem}; change the settings")
         if self.played.is_over:
-            raise SandboxError("nothing is left to schedule; add a request, or reset")
+            raise SandboxError("there is no unfinished request; add a request, or reset")
         if self.played.num_steps >= MAX_STEPS:
-            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less")
+            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or use fewer requests")
 
-    def _reset(self) -> _Moment:
+    def _reset_scene(self) -> _Moment:
         """Go back to step 0 of the scene: keep all its requests with their arrival times, and remove aborts and
         priority changes."""
-        return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
+        return self._next_moment("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
 
-    def _clear(self) -> _Moment:
+    def _remove_requests(self) -> _Moment:
         """Remove all requests."""
         scene = replace(self.scene, inputs=(), num_steps=0, to_the_end=False, not_before=0.0)
         return _Moment(scene, "remove all requests", scene)
 
     # ------------------------------------------------------------------ settings
 
-    def _set(self, settings: object) -> _Moment:
+    def _change_settings(self, settings: object) -> _Moment:
         if not isinstance(settings, Mapping):
             raise SandboxError(f"settings is {settings!r}; give an object of settings and their values")
         scene = _with_settings(self.scene, settings)
         if _same_settings(scene, self.scene):
-            raise SandboxError("these are the settings already; change one")
+            raise SandboxError("the current settings already have these values; change one")
         return replace(self._now, scene=self._with_current_steps(scene), what="settings")
 
     def _with_current_steps(self, scene: Scene) -> Scene:
@@ -347,15 +355,15 @@ class Sandbox:
             raise SandboxError("the comparison already uses these settings; change one first")
         return replace(self._now, base=self.scene, what="compare from here")
 
-    def _choose(self, name: object) -> _Moment:
-        situation = _situation(name)
+    def _choose_situation(self, name: object) -> _Moment:
+        situation = _find_situation(name)
         return _Moment(situation.scene, f"situation {situation.title}", situation.scene, situation.name)
 
-    def _what_if(self) -> _Moment:
+    def _apply_what_if(self) -> _Moment:
         """Apply the change of settings that the situation proposes."""
         if self._now.situation is None:
-            raise SandboxError("what_if belongs to a situation; choose one first")
-        return self._set(_situation(self._now.situation).what_if)
+            raise SandboxError("what_if needs a situation, whose change it applies; choose a situation first")
+        return self._change_settings(_find_situation(self._now.situation).what_if)
 
     # ------------------------------------------------------------------ results
 
@@ -371,7 +379,7 @@ class Sandbox:
             return None
         scene = self._with_current_steps(_with_settings_of(self.scene, base))
         if self._base_played is None or self._base_played.scene != scene:
-            self._base_played = self._play(scene)
+            self._base_played = self._play_scene(scene)
         return self._base_played
 
     def answer(self) -> dict[str, Any]:
@@ -381,11 +389,11 @@ class Sandbox:
         return {
             "about": self._about,
             "settings": settings_of(self.scene),
-            "requests": [_described(played, cast, ttft.get(name)) for name, cast in played.cast.items()],
+            "requests": [_request_as_json(played, cast, ttft.get(name)) for name, cast in played.cast.items()],
             "figures": played.figures(),
             "before": None if before is None else before.figures(),
             "before_is_over": before is not None and before.is_over,
-            "changed": _changed(now.base, self.scene),
+            "changed": _changed_settings(now.base, self.scene),
             "situation": now.situation,
             "is_over": played.is_over,
             "problem": played.problem or self._bound(),
@@ -398,7 +406,7 @@ class Sandbox:
 
     def _bound(self) -> str | None:
         if self.played.num_steps >= MAX_STEPS and not self.played.is_over:
-            return f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less"
+            return f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or use fewer requests"
         return None
 
 
@@ -445,17 +453,17 @@ def _with_settings_of(scene: Scene, base: Scene) -> Scene:
     return replace(scene, config=base.config, **{name: getattr(base, name) for name in _OF_THE_SCENE})
 
 
-def _changed(base: Scene, now: Scene) -> list[str]:
+def _changed_settings(base: Scene, now: Scene) -> list[str]:
     """The settings that differ between two scenes, as text with both values."""
     before, after = settings_of(base), settings_of(now)
     return [
-        f"{each.label} {_written(before[each.name])} → {_written(after[each.name])}"
+        f"{each.label} {_value_text(before[each.name])} → {_value_text(after[each.name])}"
         for each in SETTINGS
         if before[each.name] != after[each.name]
     ]
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (list, tuple)):
@@ -468,7 +476,7 @@ def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
     for name in given:
         if name not in known_settings:
             raise SandboxError(f"no setting is called {name!r}; choose from {_joined_names(known_settings)}")
-    values = {name: _checked(known_settings[name], value) for name, value in given.items()}
+    values = {name: _check_value(known_settings[name], value) for name, value in given.items()}
     of_the_scene = {name: values.pop(name) for name in _OF_THE_SCENE & values.keys()}
     now = settings_of(scene)
     values = {name: value for name, value in values.items() if value != now[name]}  # a policy may be an object
@@ -482,15 +490,15 @@ def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
         raise SandboxError(str(error)) from None
 
 
-def _checked(setting: Setting, value: Any) -> Any:
+def _check_value(setting: Setting, value: Any) -> Any:
     name = setting.name
     if value is None and setting.optional:
         return None
     if setting.kind in ("integer", "number"):
         assert setting.low is not None and setting.high is not None
         if setting.kind == "integer":
-            return _integer(name, value, int(setting.low), int(setting.high))
-        return _number(name, value, setting.low, setting.high)
+            return _check_integer(name, value, int(setting.low), int(setting.high))
+        return _check_number(name, value, setting.low, setting.high)
     if setting.kind == "flag" and not isinstance(value, bool):
         raise SandboxError(f"{name} is {value!r}; it must be true or false")
     if setting.kind == "choice" and value not in setting.choices:
@@ -502,7 +510,7 @@ def _checked(setting: Setting, value: Any) -> Any:
     return value
 
 
-def _described(played: Played, cast: Cast, before: float | None) -> dict[str, Any]:
+def _request_as_json(played: Played, cast: Cast, before: float | None) -> dict[str, Any]:
     arrival, request, scheduler = cast.arrival, cast.request, played.scheduler
     found: dict[str, Any] = {
         "id": arrival.request_id,
@@ -542,7 +550,7 @@ def _described(played: Played, cast: Cast, before: float | None) -> dict[str, An
     return {**found, "why": "" if is_running_normally else why.sentence}
 
 
-def _situation(name: object) -> Situation:
+def _find_situation(name: object) -> Situation:
     for each in SITUATIONS:
         if each.name == name:
             return each
@@ -565,7 +573,7 @@ def _first_paragraph(policy: type) -> str:
     return " ".join((inspect.getdoc(policy) or "").split("\n\n")[0].split()).replace("`", "")
 
 
-def _names() -> Any:
+def _new_names() -> Any:
     """Yield names for new requests: A to Z, then A2 to Z2, and so on."""
     number = 1
     while True:
@@ -578,7 +586,7 @@ def _joined_names(names: Mapping[str, object]) -> str:
     return ", ".join(found[:20]) + (f" and {len(found) - 20} others" if len(found) > 20 else "") or "there are none"
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _check_integer(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise SandboxError(f"{name} is {value!r}; it must be an integer between {low} and {high}")
     if not low <= value <= high:
@@ -586,7 +594,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def _check_number(name: str, value: object, low: float, high: float) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or abs(value) > MAX_INT or math.isnan(value):
         raise SandboxError(f"{name} is {value!r}; it must be a number between {low:g} and {high:g}")
     if not low <= value <= high:
@@ -594,7 +602,7 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
-def _text(name: str, value: object) -> str:
+def _check_text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_ID or not value.isprintable():
         raise SandboxError(f"{name} is {value!r}; it must be 1 to {MAX_ID} printable characters")
     return value

@@ -249,7 +249,7 @@ class _Player:
         try:
             self._apply_due_inputs()
             while num_steps < most and self._wait_for_requests():
-                self._step()
+                self._play_step()
                 num_steps += 1
                 self._apply_due_inputs()
             while not self._scheduler.has_unfinished_requests() and self._next_arrival() <= self._scene.not_before:
@@ -292,11 +292,11 @@ class _Player:
         while self._pending and self._pending[0].at <= self._now:
             given = self._pending.popleft()
             if isinstance(given, Arrival):
-                self._arrive(given)
+                self._add_request(given)
             elif self._scheduler.get_request(given.request_id) is not None:
-                self._change(given)
+                self._apply_input(given)
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _add_request(self, arrival: Arrival) -> None:
         cast = self._cast[arrival.request_id]
         cast.request = request = Request(
             arrival.request_id,
@@ -313,14 +313,14 @@ class _Player:
             cast.refusal = str(error)
         self._log.append(Done("add" if cast.refusal is None else "refuse", self._now, arrival))
 
-    def _change(self, given: Abortion | Urgency) -> None:
+    def _apply_input(self, given: Abortion | Urgency) -> None:
         if isinstance(given, Abortion):
             self._scheduler.abort(given.request_id, self._now)
         else:
             self._scheduler.set_priority(given.request_id, given.priority, self._now)
         self._log.append(Done("abort" if isinstance(given, Abortion) else "priority", self._now, given))
 
-    def _step(self) -> None:
+    def _play_step(self) -> None:
         output = self._scheduler.schedule(self._now)
         tokens = []
         self._now += self._scene.step_seconds(output.total_num_scheduled_tokens)

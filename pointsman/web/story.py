@@ -31,9 +31,9 @@ class Teller:
     def sentence(self, event: Event) -> str | None:
         """The sentence of an event; None: the event is a step, or another kind of event without a sentence."""
         template = words.SENTENCES.get(event.op)
-        return None if template is None else words.fill(template, self._values(event))
+        return None if template is None else words.fill(template, self._sentence_values(event))
 
-    def _values(self, event: Event) -> dict[str, Any]:
+    def _sentence_values(self, event: Event) -> dict[str, Any]:
         """The values for the sentence of an event."""
         fields, names = event.fields, self._names
         if event.request is None:
@@ -54,14 +54,14 @@ class Teller:
             case Op.PREEMPTED:
                 lost, cached = fields["lost"], fields["cached"]
                 share = words.SHARES["none" if not cached else "all"] if cached in (0, lost) else f"{cached:,}"
-                values["why"] = self._cause(event)
+                values["why"] = self._preemption_cause(event)
                 values["share"] = share if lost else ""
                 values["recovery"] = words.RECOVERIES[fields["recovery"]]
             case Op.FINISHED:
                 values["why"] = names["finish_reasons"][fields["reason"]]
         return values
 
-    def _cause(self, event: Event) -> str:
+    def _preemption_cause(self, event: Event) -> str:
         """Text about a preemption: the request that needed the resources, and why this victim was chosen."""
         fields = event.fields
         assert event.request is not None
@@ -240,13 +240,13 @@ class _Lives:
         if reason == "running":
             life.ran += self._now - since
         elif reason != BEHIND:
-            _add(life.waited, reason, self._now - since)
+            _add_seconds(life.waited, reason, self._now - since)
         else:
             for name, seconds in self._behind.items():
-                _add(life.waited, name, seconds - behind.get(name, 0.0))
+                _add_seconds(life.waited, name, seconds - behind.get(name, 0.0))
 
 
-def _add(waited: dict[str, float], reason: str, seconds: float) -> None:
+def _add_seconds(waited: dict[str, float], reason: str, seconds: float) -> None:
     if seconds:
         waited[reason] = waited.get(reason, 0.0) + seconds
 

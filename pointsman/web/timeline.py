@@ -76,31 +76,31 @@ class _Pass:
             one = begin.requests[number]
             is_computing = one.num_computed_tokens < one.num_prompt_tokens + one.num_generated_tokens - 1
             self.running.append(number)
-            self._put(number, PREFILL if is_computing else DECODE, begin.time)
+            self._set_state(number, PREFILL if is_computing else DECODE, begin.time)
             if is_computing:
                 self.computing.add(number)
         for number in begin.waiting:
-            self._put(number, WAITING, begin.time)
+            self._set_state(number, WAITING, begin.time)
         for number in begin.parked:
-            self._put(number, PARKED, begin.time)
+            self._set_state(number, PARKED, begin.time)
 
-    def walk(self) -> None:
+    def read_events(self) -> None:
         for event in self.film.events(0, None):
             if event.request is not None:
-                self._move(event, event.request)
+                self._apply_move(event, event.request)
             elif event.op is Op.STEP or event.op is Op.STEPS:
                 for number in self.sampled:
                     if self.places.get(number) == PREFILL:
-                        self._put(number, DECODE, event.time)
+                        self._set_state(number, DECODE, event.time)
                 self.sampled = []
                 if event.op is Op.STEP:
-                    self._step(event)
+                    self._apply_step(event)
                 else:
-                    self._frame(event, event.fields["count"], 0, len(self.running))
+                    self._add_frame(event, event.fields["count"], 0, len(self.running))
         for number in list(self.places):
-            self._put(number, None, self.film.end)
+            self._set_state(number, None, self.film.end)
 
-    def _put(self, number: int, kind: str | None, now: float) -> None:
+    def _set_state(self, number: int, kind: str | None, now: float) -> None:
         """Set the state of a request from now on; None: it has finished."""
         before = self.places.pop(number, None)
         if before is not None:
@@ -111,7 +111,7 @@ class _Pass:
             self.counts[kind] += 1
             self.places[number], self.since[number] = kind, now
 
-    def _move(self, event: Event, number: int) -> None:
+    def _apply_move(self, event: Event, number: int) -> None:
         after = reason_after(self.film, event, None)
         if after is None:
             return
@@ -122,16 +122,16 @@ class _Pass:
         if event.op is Op.ADMITTED:
             self.running.append(number)
             self.computing.add(number)
-            self._put(number, PREFILL, event.time)
+            self._set_state(number, PREFILL, event.time)
         elif event.op is Op.PARKED:
-            self._put(number, PARKED, event.time)
+            self._set_state(number, PARKED, event.time)
         elif after:
             if self.places.get(number) != WAITING:
-                self._put(number, WAITING, event.time)
+                self._set_state(number, WAITING, event.time)
         else:
-            self._put(number, None, event.time)
+            self._set_state(number, None, event.time)
 
-    def _step(self, event: Event) -> None:
+    def _apply_step(self, event: Event) -> None:
         prefill, place, odd = 0, 0, {}
         for ahead, tokens, flags in event.fields["rows"]:
             place += ahead
@@ -143,9 +143,9 @@ class _Pass:
             if flags & 1:  # the row samples, so the next step decodes
                 self.computing.discard(number)
                 self.sampled.append(number)
-        self._frame(event, 1, prefill, total - prefill)
+        self._add_frame(event, 1, prefill, total - prefill)
 
-    def _frame(self, event: Event, num_steps: int, prefill: int, decode: int) -> None:
+    def _add_frame(self, event: Event, num_steps: int, prefill: int, decode: int) -> None:
         blocked = event.fields["blocked"]
         values = (
             event.time, num_steps, len(self.running), self.counts[WAITING], self.counts[PARKED], prefill, decode,
@@ -160,7 +160,7 @@ class _Pass:
 def timeline_of(film: Film) -> tuple[Timeline, list[Span]]:
     """The curves of a film, and the spans of its requests, in order of the end of the span."""
     found = _Pass(film)
-    found.walk()
+    found.read_events()
     columns: dict[str, Any] = {
         name: np.array(values, dtype=np.int64) for name, values in found.columns.items() if name not in _NOT_COUNTS
     }

@@ -146,16 +146,16 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
     if isinstance(template, Choice):
         template = template.templates[min(int(values[template.by]), len(template.templates) - 1)]
 
-    def shown(found: re.Match[str]) -> str:
+    def format_value(found: re.Match[str]) -> str:
         value, kind = values[found[1]], found[2]
         if kind is None:
             return str(value)
         return f"{value:,}" if kind == "," else counted(value, kind)
 
-    def option(found: re.Match[str]) -> str:
+    def fill_option(found: re.Match[str]) -> str:
         return found[1] if all(values[name] for name, _ in _VALUE.findall(found[1])) else ""
 
-    return _VALUE.sub(shown, _OPTION.sub(option, template))  # values come last, as they may contain braces
+    return _VALUE.sub(format_value, _OPTION.sub(fill_option, template))  # values come last, as they may contain braces
 
 
 def counted(count: int, what: str) -> str:

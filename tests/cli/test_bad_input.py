@@ -61,10 +61,12 @@ def test_a_trace_with_a_broken_line_is_refused(pointsman: Run, tmp_path: Path) -
     check_refused(pointsman("generate", "--trace", trace), f"{trace}, line 3: ", "'five'")
 
 
-def test_stop_strings_have_no_effect_on_a_trace(pointsman: Run, tmp_path: Path) -> None:
+def test_stop_strings_with_a_trace_are_refused(pointsman: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
-    check_refused(pointsman("generate", "--trace", trace, "--stop", "x"), "--stop has no effect on a trace", "leave it")
+    check_refused(
+        pointsman("generate", "--trace", trace, "--stop", "x"), "--stop has no effect with --trace", "leave --stop"
+    )
 
 
 @pytest.mark.parametrize("speed", ["-1", "nan", "inf"])
@@ -103,7 +105,7 @@ def test_a_file_that_is_not_a_recording_is_refused(pointsman: Run, tmp_path: Pat
 # ---------------------------------------------------------------------- the model
 
 
-def test_a_missing_model_directory_is_named(pointsman: Run, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_model_directory(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--model", tmp_path / "absent"), str(tmp_path / "absent"))
 
 
@@ -140,18 +142,18 @@ def test_an_empty_prompt_is_refused(pointsman: Run, model: str) -> None:
     assert finished.summary["finished"]["refused"] == 1
 
 
-def test_a_prompt_longer_than_the_model_is_refused(pointsman: Run, model: str) -> None:
+def test_a_prompt_above_the_maximum_model_length_is_refused(pointsman: Run, model: str) -> None:
     finished = pointsman("generate", "--model", model, "--prompt", "x" * MAX_MODEL_LEN)
     check_refused(finished, f"{MAX_MODEL_LEN} tokens", "max_model_len", "shorten the prompt")
 
 
-def test_a_pool_too_small_reports_the_needed_blocks(pointsman: Run, model: str) -> None:
+def test_the_error_for_a_too_small_pool_names_the_needed_blocks(pointsman: Run, model: str) -> None:
     prompt = "x" * 100  # 4 blocks of 32 with the first token to generate
     finished = pointsman("generate", "--model", model, "--num-blocks", 1, "--prompt", prompt, "--prompt", prompt)
     check_refused(finished, "all 2 requests were refused", "at least 4 blocks", "needs 16 blocks of 32; the pool has 1")
 
 
-def test_a_pool_of_one_block_is_legal_if_it_suffices(pointsman: Run, model: str) -> None:
+def test_a_pool_of_one_block_runs_a_request_that_fits_into_it(pointsman: Run, model: str) -> None:
     args = ["--prompt", "abc", "--ignore-eos", "--max-tokens", 40, "--json"]
     finished = pointsman("generate", "--model", model, "--num-blocks", 1, *args)
     assert finished.code == 0
@@ -160,7 +162,7 @@ def test_a_pool_of_one_block_is_legal_if_it_suffices(pointsman: Run, model: str)
     assert request["num_prompt_tokens"] + request["num_output_tokens"] in (32, 33)
 
 
-def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_valid_prompts_run_beside_invalid_prompts(pointsman: Run, model: str, tmp_path: Path) -> None:
     lines: list[tuple[str, str]] = [  # the line, and what its error says
         (json.dumps({"prompt": "good", "request_id": "first", "max_tokens": 5, "ignore_eos": True}), ""),
         (json.dumps({"prompt": ""}), "the prompt is empty"),
@@ -168,7 +170,7 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "half a pair \ud800"}), "not Unicode text at character 12"),
         (json.dumps({"prompt": "a", "temperature": 10**400}), "too large"),
         ('{"prompt": "a", "temperature": 1' + "0" * 5000 + "}", "not JSON"),
-        (json.dumps({"prompt_token_ids": [1, 2.5]}), "list of whole numbers"),
+        (json.dumps({"prompt_token_ids": [1, 2.5]}), "list of integers"),
         (json.dumps({"prompt_token_ids": [1, 100_000]}), "vocabulary"),
         (json.dumps({"prompt_token_ids": [1, -2]}), "-2"),
         (json.dumps({"prompt": "x" * 2000}), "2000"),
@@ -185,8 +187,8 @@ def test_one_bad_prompt_does_not_stop_the_others(pointsman: Run, model: str, tmp
         (json.dumps({"prompt": "a", "retention": -1}), '"retention" is -1'),
         (json.dumps({"prompt": "a", "ttft_target": "soon"}), "\"ttft_target\" is 'soon'"),
         (json.dumps({"prompt": "a", "max_token": 3}), "unknown field 'max_token'"),
-        (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'either "prompt" or "prompt_token_ids"'),
-        (json.dumps({"prompt": "a", "request_id": "first"}), "request_id 'first' is taken"),
+        (json.dumps({"prompt": "a", "prompt_token_ids": [1]}), 'exactly one of the fields "prompt" and'),
+        (json.dumps({"prompt": "a", "request_id": "first"}), "request_id 'first' is already used"),
         (json.dumps({"prompt": "a", "request_id": 3}), "request_id is 3"),
         (json.dumps({"prompt": "a", "request_id": "b\ud800"}), "the request_id is not Unicode text at character 1"),
         ("[1, 2]", "a JSON list"),

@@ -34,7 +34,7 @@ def estimates() -> list[LinearStepTime | None]:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None]) -> list[fit.Problem]:
-    """Replaces the search by one that returns the true step times; yields its problems."""
+    """Replaces the search for step times: it returns the true ones. Yields the arguments of all its calls."""
     given: list[fit.Problem] = []
 
     def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> LinearStepTime:
@@ -74,7 +74,9 @@ def test_the_last_line_of_calibrate_is_json(pointsman: Callable[..., Any], log: 
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
 
 
-def test_a_file_that_is_not_a_log_leaves_no_profile(pointsman: Callable[..., Any], tmp_path: Path) -> None:
+def test_calibrate_writes_no_profile_for_a_file_that_is_not_a_log(
+    pointsman: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "log.csv").write_text("when,how long\n1,2\n")
     for profile, before in ((tmp_path / "new.json", None), (tmp_path / "old.json", "{}")):
         if before is not None:
@@ -84,7 +86,9 @@ def test_a_file_that_is_not_a_log_leaves_no_profile(pointsman: Callable[..., Any
         assert (profile.read_text() if profile.exists() else None) == before
 
 
-def test_ignored_settings_beside_a_recording_are_reported(pointsman: Callable[..., Any], tmp_path: Path) -> None:
+def test_calibrate_reports_settings_that_it_ignores_with_a_recording(
+    pointsman: Callable[..., Any], tmp_path: Path
+) -> None:
     write_observed(tmp_path / "recording.jsonl")
     plain = pointsman("calibrate", tmp_path / "recording.jsonl", "--json").json_lines[-1]
     assert not any("has no effect" in note for note in plain["notes"])
@@ -94,7 +98,7 @@ def test_ignored_settings_beside_a_recording_are_reported(pointsman: Callable[..
     assert {**found, "notes": [], "seconds": 0} == {**plain, "notes": [], "seconds": 0}
 
 
-def test_model_and_device_size_the_pool_and_start_the_search(
+def test_calibrate_estimates_pool_and_step_times_from_model_and_device(
     pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], estimates: list[LinearStepTime | None]
 ) -> None:
     on = ("--model", "Llama-3.1-8B", "--device", "rtx-4090")
@@ -121,7 +125,9 @@ def test_calibrate_draws_a_plot_of_the_errors(
     assert ended.code == 2 and "its name must end with one of" in ended.err
 
 
-def test_calibrate_reports_errors_in_one_line(pointsman: Callable[..., Any], log: Path, tmp_path: Path) -> None:
+def test_calibrate_refuses_wrong_files_and_options_in_one_line(
+    pointsman: Callable[..., Any], log: Path, tmp_path: Path
+) -> None:
     for words, wrong in (
         (["calibrate", tmp_path / "none"], "cannot read the log"),
         (["calibrate", log, "--train", 30], "train is 30, but the log has 30 requests and some must remain"),
@@ -140,8 +146,8 @@ def test_calibrate_reports_errors_in_one_line(pointsman: Callable[..., Any], log
 
 
 @pytest.mark.long
-def test_two_processes_find_the_same_fit_and_report_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes find the same as one."""
+def test_two_processes_fit_the_same_step_times_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes find the same step times as one process."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
     monkeypatch.setattr(fit, "FIRST", fit.FIRST[:1])
     monkeypatch.setattr(fit, "MORE", fit.MORE[:1])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.cli.capacity import _gaps_decide
+from pointsman.cli.capacity import _is_missed_by_gaps
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.sim.capacity import Probe
 from pointsman.sim.profile import EngineSettings, Hull, Profile
@@ -42,7 +42,7 @@ def words(finished: Finished) -> str:
     return " ".join(finished.out.split())
 
 
-def test_the_result_has_a_bracket_and_a_row_for_each_probe(pointsman: Run) -> None:
+def test_capacity_prints_a_bracket_and_a_row_for_each_probe(pointsman: Run) -> None:
     finished = pointsman("capacity", *SMALL, "--ttft-target", "1s")
     printed = words(finished)
     assert "KV blocks of 16 tokens" in finished.out.splitlines()[0]
@@ -57,7 +57,7 @@ def test_the_result_has_a_bracket_and_a_row_for_each_probe(pointsman: Run) -> No
     assert max(map(len, finished.out.splitlines())) <= 100
 
 
-def test_json_has_the_search_interval_and_the_probes(pointsman: Run) -> None:
+def test_capacity_json_has_the_search_interval_and_the_probes(pointsman: Run) -> None:
     given = (*SMALL, "--ttft-target", "1s", "--itl-target", "2s", "--share", 0.9)
     first, second = (pointsman("capacity", *given, "--json") for _ in range(2))
     assert first.code == 0, first.err
@@ -71,8 +71,8 @@ def test_json_has_the_search_interval_and_the_probes(pointsman: Run) -> None:
     assert found["is_complete"] is True
 
 
-def test_extrapolation_at_the_result_gives_a_warning(pointsman: Run, tmp_path: Path) -> None:
-    """The warning is about the probe that meets the targets, not about those under overload."""
+def test_capacity_warns_if_its_result_exceeds_the_profiled_loads(pointsman: Run, tmp_path: Path) -> None:
+    """The warning is about the probe that meets the targets, not about overloaded probes."""
     saved = profile(max_rows=4)
     saved.save(tmp_path / "profile.json")
     given = ("capacity", *SMALL, "--ttft-target", "1s", "--profile", tmp_path / "profile.json")
@@ -83,7 +83,7 @@ def test_extrapolation_at_the_result_gives_a_warning(pointsman: Run, tmp_path: P
     assert "extrapolated" not in words(pointsman(*given))
 
 
-def test_the_fewest_replicas_for_a_rate_are_printed(pointsman: Run) -> None:
+def test_capacity_prints_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
     given = ("--replicas", "1-4", "--requests-per-second", 60, "--requests", 150, "--ttft-target", "1s", "--json")
     finished = pointsman("capacity", *given)
     assert finished.code == 0, finished.err
@@ -92,13 +92,13 @@ def test_the_fewest_replicas_for_a_rate_are_printed(pointsman: Run) -> None:
     assert f"{found['meets']['num_replicas']} replicas meet the targets at 60 requests/s" in found["answer"]
 
 
-def test_too_few_and_more_than_enough_replicas_are_reported(pointsman: Run) -> None:
+def test_capacity_reports_a_replica_range_above_or_below_the_need(pointsman: Run) -> None:
     given = ("--requests", 60, "--ttft-target", "500ms", "--replicas", "2-3", "--requests-per-second")
     assert "Even 3 replicas miss the targets at 1e+04 requests/s" in words(pointsman("capacity", *given, 10_000))
     assert "2 replicas are enough at 1 requests/s, the fewest of 2 to 3" in words(pointsman("capacity", *given, 1))
 
 
-def test_the_maximum_users_and_their_fewest_replicas_are_found(pointsman: Run) -> None:
+def test_capacity_finds_maximum_users_and_fewest_replicas_for_users(pointsman: Run) -> None:
     lengths = ("--requests", 40, "--prompt-tokens", 4000, "--output-tokens", 20, "--ttft-target", "1s")
     finished = pointsman("capacity", *lengths, "--think", "exponential:2", "--tolerance", 0.2)
     printed = words(finished)
@@ -113,14 +113,16 @@ def test_the_maximum_users_and_their_fewest_replicas_are_found(pointsman: Run) -
     assert f"{found['meets']['num_replicas']} replicas meet the targets with 60 users" in found["answer"]
 
 
-def test_the_search_for_users_ends_where_all_targets_are_met(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_users_ends_at_a_maximum_that_meets_all_targets(
+    pointsman: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pointsman.cli.simulation.MAX_OF_USERS", 40)
     lengths = ("--requests", 2, "--prompt-tokens", 10, "--output-tokens", 1, "--ttft-target", "1h")
     found = words(pointsman("capacity", *lengths, "--think", 1))
     assert "At least 64 users meet the targets" in found and "raise --requests" in found
 
 
-def test_targets_that_no_or_every_rate_meets_are_reported(pointsman: Run) -> None:
+def test_capacity_reports_targets_met_at_every_rate_or_at_no_rate(pointsman: Run) -> None:
     given = ("--requests", 20, "--prompt-tokens", 1000, "--output-tokens", 10)
     nothing = words(pointsman("capacity", *given, "--ttft-target", "1ms"))
     assert "Nothing meets the targets: even with one request each 1,000 s, 0.00 %" in nothing
@@ -130,13 +132,13 @@ def test_targets_that_no_or_every_rate_meets_are_reported(pointsman: Run) -> Non
     assert "--requests" in everything
 
 
-def test_gaps_that_miss_the_target_have_a_remedy(pointsman: Run) -> None:
+def test_capacity_prints_a_remedy_for_a_missed_itl_target(pointsman: Run) -> None:
     given = ("--requests", 30, "--prompt-tokens", 8000, "--output-tokens", 50, "--itl-target", "30ms")
     assert "smaller --max-num-batched-tokens" in words(pointsman("capacity", *given, "--tolerance", 1))
 
 
-def test_a_target_on_gaps_differs_from_the_p99_of_all_gaps(pointsman: Run) -> None:
-    """Long prompts delay one token of each other request: most gaps are short, but the longest of a request is not."""
+def test_the_itl_target_limits_each_requests_longest_gap(pointsman: Run) -> None:
+    """A long prompt delays one token of each other request, so few gaps are long, but most requests have a long gap."""
     lengths = ("--prompt-tokens", 6000, "--output-tokens", 300, "--requests", 60, "--tolerance", 0.5)
     finished = pointsman("capacity", *lengths, "--itl-target", "30ms")
     printed = words(finished)
@@ -149,7 +151,7 @@ def test_a_target_on_gaps_differs_from_the_p99_of_all_gaps(pointsman: Run) -> No
     assert found["misses"]["itl_p99"] < found["misses"]["longest_gap_p99"]
 
 
-def test_the_result_names_the_part_of_the_trace_it_used(pointsman: Run, tmp_path: Path) -> None:
+def test_capacity_names_the_part_of_the_trace_that_it_used(pointsman: Run, tmp_path: Path) -> None:
     rows = [f"2023-11-16 18:{minute:02}:00.0000000,100,{10 if minute < 20 else 40}" for minute in range(40)]
     trace = tmp_path / "trace.csv"
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
@@ -163,7 +165,7 @@ def test_the_result_names_the_part_of_the_trace_it_used(pointsman: Run, tmp_path
     assert whole.count("The trace has 40 requests in 39 min, 0.0167 a second.") == 1 and "takes all" not in whole
 
 
-def test_refused_requests_are_named_as_the_reason(pointsman: Run, tmp_path: Path) -> None:
+def test_capacity_names_refused_requests_as_the_reason_of_its_failure(pointsman: Run, tmp_path: Path) -> None:
     for options in ([], ["--think", 5], ["--replicas", "1-3"]):
         finished = pointsman("capacity", "--requests", 5, "--prompt-tokens", 300_000, *options)
         assert finished.code == 2
@@ -196,10 +198,10 @@ def test_the_metric_nearest_to_its_target_selects_the_remedy(
 ) -> None:
     """TTFT at most 500 ms, gaps at most 100 ms."""
     probe = Probe(1.0, 1, 0.9895, ttft, 0.01, 2.0, longest_gap, 1.0, 2000, num_refused, meets=False)
-    assert _gaps_decide(probe, Targets(0.5, 0.1)) is is_said
+    assert _is_missed_by_gaps(probe, Targets(0.5, 0.1)) is is_said
 
 
-def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_the_capacity_bracket_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
@@ -225,8 +227,8 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--requests", "1"], ["--requests is 1", "at least 2"]),
         (["--requests-per-second", "5"], ["--requests-per-second", "--replicas 1-16"]),
         (["--users", "5"], ["--users has no effect", "--replicas 1-16"]),
-        (["--think", "5", "--replicas", "1-3"], ["--think", "needs --users"]),
-        (["--think", "5", "--arrivals", "poisson:9"], ["--arrivals has no effect beside --think", "--sessions"]),
+        (["--think", "5", "--replicas", "1-3"], ["--think", "needs the number of users"]),
+        (["--think", "5", "--arrivals", "poisson:9"], ["--arrivals has no effect with --think", "--sessions"]),
         (["--users", "5", "--replicas", "1-3", "--requests-per-second", "9"], ["--requests-per-second", "--users"]),
         (["--users", "0", "--replicas", "1-3"], ["--users is 0", "at least 1"]),
         (["--replicas", "1-3", "--requests-per-second", "-1"], ["--requests-per-second is -1", "above 0"]),
@@ -243,7 +245,7 @@ def test_bad_capacity_options_are_refused(pointsman: Run, args: list[str], words
     check_refused(pointsman("capacity", *args), *words)
 
 
-def test_a_trace_whose_requests_have_one_time_is_refused(pointsman: Run, tmp_path: Path) -> None:
+def test_capacity_refuses_a_trace_whose_requests_arrive_together(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 20, "output_length": 6}\n' * 3)
-    check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at once", "--arrivals")
+    check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at the same time", "--arrivals")

@@ -65,7 +65,7 @@ def complete(server: ServerProcess, messages: list[dict[str, str]], max_tokens: 
 
 
 @pytest.mark.e2e
-def test_each_input_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> None:
+def test_chat_sends_each_input_line_with_the_history(server: ServerProcess) -> None:
     questions = ["What is a list?", "And a tuple, naïvely?"]
     finished = talk(
         server.url + "/v1/",
@@ -95,7 +95,7 @@ def test_a_wrong_key_model_or_address_fails_before_the_first_turn(server: Server
 
 
 @pytest.mark.e2e
-def test_a_missing_server_is_an_error_without_secrets() -> None:
+def test_the_error_for_an_unreachable_server_contains_no_password() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as taken:
         port = taken.server_address[1]
     finished = talk(f"http://user:hidden@127.0.0.1:{port}", lines="hello\n")
@@ -106,7 +106,7 @@ def test_a_missing_server_is_an_error_without_secrets() -> None:
 
 
 @pytest.mark.e2e
-def test_a_question_that_is_refused_does_not_end_the_conversation(server: ServerProcess) -> None:
+def test_the_conversation_continues_after_a_refused_message(server: ServerProcess) -> None:
     long = "word " * 20_000  # longer than the model's 16,384 tokens
     finished = talk(server.url, "--temperature", 0, "--max-tokens", 5, lines=f"{long}\nA list\n")
     assert finished.code == 2
@@ -178,7 +178,7 @@ def chunk(text: str, finish_reason: str | None = None) -> bytes:
     return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n".encode()
 
 
-def test_pieces_arrive_whole_however_the_stream_is_cut() -> None:
+def test_chat_reads_a_stream_that_is_split_at_any_byte() -> None:
     pieces = ["naïve ", "two\nlines\u2028and\x85three ", "😀", "", " end"]
     stream = b"".join(map(chunk, pieces)) + b": a comment\n\n" + b'data: {"choices": []}\n\n' + DONE
     for size in (1, 7, 1000):
@@ -205,7 +205,7 @@ ERROR = json.dumps({"error": {"message": "the engine\nhas ended", "type": "Inter
 @pytest.mark.parametrize(
     ("answer", "message", "exit_code"),
     [
-        ([SSE, chunk("some"), b"data: " + ERROR + b"\n\n", DONE], "broke off: the engine has ended", 1),
+        ([SSE, chunk("some"), b"data: " + ERROR + b"\n\n", DONE], "stopped the completion: the engine has ended", 1),
         ([SSE, chunk("some")], "the connection ended before the completion", 1),
         ([SSE, chunk("some", "stop")], "the connection ended before the completion", 1),
         ([SSE, b"data: {\n\n", DONE], "sent an invalid chunk", 1),
@@ -221,7 +221,9 @@ ERROR = json.dumps({"error": {"message": "the engine\nhas ended", "type": "Inter
         ([], "the connection failed", 1),
     ],
 )
-def test_a_failed_turn_reports_why_and_is_not_in_the_history(answer: list[bytes], message: str, exit_code: int) -> None:
+def test_a_failed_turn_is_reported_and_not_added_to_the_history(
+    answer: list[bytes], message: str, exit_code: int
+) -> None:
     with canned(*answer) as (_, chat):
         with pytest.raises(TurnError) as raised:
             list(chat.ask("q"))
@@ -231,7 +233,7 @@ def test_a_failed_turn_reports_why_and_is_not_in_the_history(answer: list[bytes]
         assert chat.messages == []
 
 
-def test_the_read_part_of_a_stopped_output_stays_in_the_history() -> None:
+def test_the_history_keeps_the_received_part_of_a_stopped_completion() -> None:
     with canned(SSE, chunk("one "), chunk("two "), chunk("three"), DONE) as (_, chat):
         answer = chat.ask("q")
         assert next(answer) + next(answer) == "one two "
@@ -242,7 +244,7 @@ def test_the_read_part_of_a_stopped_output_stays_in_the_history() -> None:
 
 
 @pytest.mark.e2e
-def test_outputs_have_no_control_characters_on_a_terminal() -> None:
+def test_chat_removes_control_characters_on_a_terminal() -> None:
     with canned(SSE, chunk("a\x1b[2Jb\nc\x07", "deadline"), DONE) as (server, _):
         finished = talk(server.url, lines="q\n", key=None)
     assert finished.out == "a�[2Jb\nc�\n"

@@ -21,7 +21,7 @@ Change = Callable[[list[dict[str, Any]]], object]
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    """Recorded from a server with a small pool, so that requests are preempted."""
+    """The lines of an observed recording. The server has a small pool, so that requests are preempted."""
     return observed_lines(60, num_blocks=90, rate=30.0)
 
 
@@ -46,7 +46,7 @@ def test_a_simulation_with_vllms_settings_matches_the_recording(pointsman: Run, 
     assert any(found["rows"][name]["preemptions"] < measured["preemptions"] for name in others)
 
 
-def test_other_settings_can_be_added_and_the_table_is_explained(pointsman: Run, recording: Path) -> None:
+def test_compare_adds_rows_for_given_settings_and_explains_the_table(pointsman: Run, recording: Path) -> None:
     given = ("--setting", "max_num_seqs=2", "--setting", "preset=textbook", "--limit", 30)
     finished = pointsman("vllm", "compare", recording, *given)
     assert finished.code == 0, finished.err
@@ -56,13 +56,15 @@ def test_other_settings_can_be_added_and_the_table_is_explained(pointsman: Run, 
     assert max(map(len, finished.out.splitlines())) <= 100
 
 
-def test_steps_are_fitted_and_the_profile_has_the_servers_settings(pointsman: Run, recording: Path) -> None:
+def test_calibrate_fits_step_times_to_an_observed_recording(pointsman: Run, recording: Path) -> None:
     (found,) = pointsman("calibrate", recording, "--json").json_lines
     assert found["kind"] == "steps" and found["step_mape"] < 1e-3
     assert found["step_time"]["per_token"] == pytest.approx(STEP_TIME.per_token, rel=0.01)
 
 
-def test_trace_readers_get_arrivals_prefixes_and_times(recording: Path, lines: list[dict[str, Any]]) -> None:
+def test_an_observed_recording_is_read_as_trace_and_as_measurements(
+    recording: Path, lines: list[dict[str, Any]]
+) -> None:
     observed, trace = read_observed(recording), read_trace(recording)
     added = [line for line in lines if line.get("call") == "add"]
     assert len(trace) == len(read_measurements(recording)) == len(added) == 60
@@ -76,7 +78,9 @@ def test_trace_readers_get_arrivals_prefixes_and_times(recording: Path, lines: l
     }
 
 
-def test_a_cut_recording_is_read_to_its_end(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+def test_a_truncated_observed_recording_is_read_up_to_its_last_line(
+    tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
     cut = write_observed(tmp_path / "cut.jsonl", lines[:-1])  # the newest steps are missing
     whole = read_observed(write_observed(tmp_path / "whole.jsonl", lines))
     observed = read_observed(cut)
@@ -86,7 +90,9 @@ def test_a_cut_recording_is_read_to_its_end(tmp_path: Path, lines: list[dict[str
 
 
 @pytest.mark.parametrize("command", [("vllm", "compare"), ("calibrate",)])
-def test_features_the_simulator_lacks_are_refused(pointsman: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_a_server_with_features_that_the_simulator_lacks_is_refused(
+    pointsman: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     lacking = ("2 KV groups (FullAttentionSpec, SlidingWindowSpec)", "speculative decoding (ngram)")
     finished = pointsman(*command, write_observed(tmp_path / "r.jsonl", observed_lines(3, lacking=lacking)))
     assert finished.code == 2
@@ -96,7 +102,7 @@ def test_features_the_simulator_lacks_are_refused(pointsman: Run, tmp_path: Path
     )
 
 
-def test_an_observed_recording_is_not_replayed(recording: Path) -> None:
+def test_replay_refuses_an_observed_recording(recording: Path) -> None:
     with pytest.raises(RecordingError, match=r"it was observed: vLLM 0\.32\.0 decided"):
         replay(recording.read_text().splitlines())
 
@@ -116,7 +122,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_line_of_an_observed_recording_is_named(tmp_path: Path, name: str) -> None:
+def test_the_error_names_the_broken_line_of_an_observed_recording(tmp_path: Path, name: str) -> None:
     change, message = BROKEN[name]
     lines = observed_lines(3)
     change(lines)

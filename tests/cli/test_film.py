@@ -31,7 +31,7 @@ def recording(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -> None:
+def test_the_film_of_a_recording_is_written_beside_the_recording(pointsman: Run, recording: Path) -> None:
     made = pointsman("film", recording)
     assert made.code == 0 and recording.with_suffix(".film").stat().st_size < 4000
     assert "2 requests, 4 steps, 4.0 s" in made.out
@@ -41,7 +41,7 @@ def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -
     assert "blocks" not in pointsman("film", recording.with_name("other.film"), "--step", "1").out
 
 
-def test_the_state_at_one_step_is_printed(pointsman: Run, recording: Path) -> None:
+def test_film_prints_the_state_at_a_step(pointsman: Run, recording: Path) -> None:
     pointsman("film", recording, "-o", recording.with_name("other.film"))
     shown = pointsman("film", recording.with_name("other.film"), "--step", "1")
     assert shown.code == 0, shown.err
@@ -49,7 +49,7 @@ def test_the_state_at_one_step_is_printed(pointsman: Run, recording: Path) -> No
     assert "  [bold]second[/bold]: sequence limit, most of it held by first" in shown.out
 
 
-def test_the_life_of_one_request_is_printed(pointsman: Run, recording: Path) -> None:
+def test_film_prints_the_life_of_a_request(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--request", "[bold]second[/bold]")
     assert shown.out.splitlines()[-2:] == [
         "ran 2.000 s, waited 2.000 s:",
@@ -57,7 +57,7 @@ def test_the_life_of_one_request_is_printed(pointsman: Run, recording: Path) -> 
     ]
 
 
-def test_a_life_is_found_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
+def test_film_finds_a_request_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
     """A server runs the completion cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
@@ -71,7 +71,7 @@ def test_a_life_is_found_by_the_id_that_the_client_knows(pointsman: Run, tmp_pat
     check_refused(pointsman("film", film, "--request", "cmpl-ac"), "no request 'cmpl-ac'")
 
 
-def test_the_longest_waits_and_the_preemptions_are_printed(pointsman: Run, recording: Path) -> None:
+def test_film_prints_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--waits", "5")
     rows = [" ".join(line.split()) for line in shown.out.splitlines()]
     assert rows[2] == "[bold]second[/bold] 2.000 2.000 sequence limit 2.000"
@@ -95,7 +95,7 @@ def test_the_longest_waits_and_the_preemptions_are_printed(pointsman: Run, recor
     check_refused(pointsman("film", film, "--waits", "1", "--preemptions"), "--waits and --preemptions", "one of them")
 
 
-def test_a_film_without_steps_has_nothing_to_print_or_draw(pointsman: Run, tmp_path: Path) -> None:
+def test_film_page_and_plot_of_a_film_without_steps_are_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "idle.jsonl"
     with path.open("w") as file:
         scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))

@@ -64,7 +64,7 @@ def test_help_pages_begin_with_the_ten_main_options_and_group_the_others(
     assert "…" not in out and "..." not in out.replace("RUNNING:DRAFTS,...", "")
 
 
-def test_the_same_seed_gives_the_same_text_under_pressure(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_text_despite_preemptions(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = prompts_file(tmp_path)
     roomy, tight, other = (
         pointsman("generate", "--model", model, "--prompts", path, "--json", *PRESSURE, *more)
@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_text_under_pressure(pointsman: Run, model:
     assert texts[0] != texts[2]
 
 
-def test_with_json_stdout_has_only_json_lines(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_generate_prints_only_json_lines_with_the_json_option(pointsman: Run, model: str, tmp_path: Path) -> None:
     finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), "--json", *PRESSURE)
     assert finished.code == 0 and not finished.errors
     assert [line["type"] for line in finished.json_lines] == ["request"] * 6 + ["summary"]
@@ -171,7 +171,7 @@ def test_priority_decides_which_request_starts(pointsman: Run, model: str, tmp_p
 
 
 def mooncake_file(tmp_path: Path) -> Path:
-    """Three requests of 100 ms distance; the middle one is longer than the model."""
+    """A Mooncake trace of three requests, 100 ms apart; the second prompt exceeds the model's maximum length."""
     path = tmp_path / "trace.jsonl"
     lengths = [(300, 20), (5000, 20), (310, 30)]
     path.write_text(
@@ -185,7 +185,7 @@ def mooncake_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_keeps_lengths_and_prefixes_and_counts_refusals(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_requests_of_a_trace_keep_their_lengths_and_shared_prefixes(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = mooncake_file(tmp_path)
     finished = pointsman("generate", "--model", model, "--trace", path, "--speed", 0, "--json")
     assert finished.code == 0 and not finished.errors
@@ -199,7 +199,7 @@ def test_a_trace_keeps_lengths_and_prefixes_and_counts_refusals(pointsman: Run, 
     assert [line["num_output_tokens"] for line in limited.requests.values()] == [5]
 
 
-def test_a_trace_arrives_at_its_speed(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_requests_of_a_trace_arrive_at_the_given_speed(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = mooncake_file(tmp_path)
     slow = pointsman("generate", "--model", model, "--trace", path, "--speed", 0.25, "--json")
     assert slow.summary["seconds"] > 0.8  # the last one arrives after 0.2 / 0.25 seconds
@@ -211,7 +211,7 @@ def test_a_trace_arrives_at_its_speed(pointsman: Run, model: str, tmp_path: Path
 
 @pytest.fixture
 def recording(pointsman: Run, model: str, tmp_path: Path) -> Path:
-    """A run under memory pressure."""
+    """The recording of a run with preemptions."""
     path = tmp_path / "run.recording.jsonl"
     args = ["generate", "--model", model, "--prompts", prompts_file(tmp_path), "--json", "--record", path, *PRESSURE]
     finished = pointsman(*args)
@@ -282,7 +282,7 @@ def test_a_closed_stdout_prints_no_error(model: str) -> None:
 
 
 @pytest.mark.e2e
-def test_ctrl_c_aborts_and_prints_the_summary(model: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait_for_an_arrival_and_prints_the_summary(model: str, tmp_path: Path) -> None:
     recording = tmp_path / "run.jsonl"
     trace = tmp_path / "trace.jsonl"
     # The second request arrives after an hour, so the run would last that long.
@@ -331,7 +331,7 @@ def test_ctrl_c_aborts_running_requests(pointsman: Run, model: str, tmp_path: Pa
 
 
 @pytest.mark.e2e
-def test_a_terminal_shows_the_run_live(model: str, tmp_path: Path) -> None:
+def test_generate_shows_the_run_live_on_a_terminal(model: str, tmp_path: Path) -> None:
     master, slave = pty.openpty()
     command = ["generate", "--model", model, "--prompts", str(prompts_file(tmp_path)), *map(str, PRESSURE)]
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
@@ -363,7 +363,7 @@ def read_until_closed(master: int, seconds: float) -> str:
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
-def test_the_demo_needs_no_arguments(pointsman_process: Callable[..., Finished]) -> None:
+def test_generate_without_options_runs_the_demo(pointsman_process: Callable[..., Finished]) -> None:
     finished = pointsman_process("generate", "--json")
     assert finished.code == 0, finished.err
     requests = finished.requests.values()
@@ -377,7 +377,7 @@ def test_the_demo_needs_no_arguments(pointsman_process: Callable[..., Finished])
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
-def test_the_small_pool_of_the_readme_preempts_and_all_finish(
+def test_the_readme_command_preempts_requests_and_finishes_all(
     pointsman_process: Callable[..., Finished],
 ) -> None:
     line = next(

@@ -22,7 +22,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model, edit=edit)
 
 
-def test_generate_takes_a_gguf_file(pointsman: Run, gguf_file: Path) -> None:
+def test_generate_runs_a_gguf_file(pointsman: Run, gguf_file: Path) -> None:
     finished = pointsman("generate", "--model", gguf_file, "-p", "the capital", "--max-tokens", 5, "--json")
     request = json.loads(finished.out.splitlines()[0])
     assert (finished.code, request["prompt"], request["num_output_tokens"] > 0) == (0, "the capital", True)

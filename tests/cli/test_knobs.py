@@ -1,4 +1,4 @@
-"""From knobs to arguments of the engine: presets, sizes in bytes, errors before a model is loaded."""
+"""Knobs become arguments of the engine: presets, sizes in bytes, errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Independent of the machine that runs the tests."""
+    """Hides the GPU of the machine that runs the tests, if there is one."""
     monkeypatch.setattr(knobs_module, "has_gpu_driver", lambda: False)
 
 
@@ -36,7 +36,7 @@ def test_knobs_are_checked_with_the_defaults_of_the_device(monkeypatch: pytest.M
     assert engine_arguments(presets) == presets, "the default number of requests fits it"
 
 
-def test_a_share_of_gpu_memory_is_checked_before_loading() -> None:
+def test_gpu_memory_utilization_is_checked_before_a_model_is_loaded() -> None:
     share = {"gpu_memory_utilization": 0.5, "device": "cuda"}
     assert engine_arguments(share) == share
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5; .* above 0 and at most 1"):
@@ -45,7 +45,7 @@ def test_a_share_of_gpu_memory_is_checked_before_loading() -> None:
         engine_arguments({"gpu_memory_utilization": 0.5})
 
 
-def test_only_given_options_are_passed_on() -> None:
+def test_the_engine_gets_only_the_given_options() -> None:
     assert engine_arguments({}) == {}
     assert engine_arguments({"threads": 2, "dtype": "bfloat16"}) == {"num_threads": 2, "dtype": "bfloat16"}
     assert engine_arguments({"kv_cache_bytes": "1.5MiB"}) == {"kv_cache_bytes": 3 * 2**19}
@@ -113,7 +113,7 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
         ({"order": "random"}, None, "no order is called 'random'"),
-        ({"token_limits": ["none", "prefill-gap"]}, None, "prefill-gap is given too; give one of them"),
+        ({"token_limits": ["none", "prefill-gap"]}, None, "but prefill-gap is given; leave one out"),
         ({}, "quick", "no preset is called 'quick'"),
     ],
 )
@@ -124,7 +124,7 @@ def test_impossible_knobs_are_refused_before_a_model_is_loaded(
         engine_arguments(knobs, preset)
 
 
-def test_generate_takes_presets(pointsman: Run, model: str) -> None:
+def test_generate_accepts_presets(pointsman: Run, model: str) -> None:
     check_refused(pointsman("generate", "--preset", "quick"), "'quick'", "short-requests")
     run = ["generate", "--model", model, "--prompt", "abc", "--prompt", "abd", "--max-tokens", 3, "--json"]
     mixed = pointsman(*run, "--preset", "low-latency")

@@ -17,7 +17,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The addresses that a browser would open; in a folder of its own, and with one lesson."""
+    """The addresses that would be opened in a browser. The working directory is empty; the course has one lesson."""
     found: list[str] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(learn.webbrowser, "open", found.append)
@@ -25,7 +25,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def test_the_course_is_written_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_learn_writes_the_course_and_opens_it(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     made = pointsman("learn")
     page = tmp_path / "pointsman-course.html"
     assert (made.code, made.out) == (0, "pointsman-course.html\n")
@@ -33,7 +33,7 @@ def test_the_course_is_written_and_opened(pointsman: Run, opened: list[str], tmp
 
 
 def test_a_course_written_with_out_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
-    """A folder, new or not, gets an index.html."""
+    """With a folder as --out, new or existing, the course is its index.html."""
     assert pointsman("learn", "--out", "sub/new/").out == "sub/new/index.html\n"
     assert pointsman("learn", "--out", tmp_path).out == f"{tmp_path / 'index.html'}\n"
     assert (tmp_path / "index.html").read_text() == (tmp_path / "sub/new/index.html").read_text()

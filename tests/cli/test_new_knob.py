@@ -43,7 +43,7 @@ COMMANDS = ("generate", "serve", "simulate", "capacity", "tune")
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkingParent]:
-    """A process that has imported the package with the fields."""
+    """A process that has imported the copy of the package with the two added fields."""
     folder = tmp_path_factory.mktemp("package")
     source, package = ROOT / "pointsman", folder / "pointsman"
     for real, copied in ((source, package), (source / "core", package / "core")):
@@ -107,7 +107,7 @@ def test_a_simulation_runs_with_a_new_knob(parent: ForkingParent) -> None:
         assert json.loads(run.stdout)["config"]["patience"] == expected
 
 
-def test_a_search_tries_values_of_a_new_knob_unless_it_is_given(parent: ForkingParent) -> None:
+def test_tune_searches_a_new_knob_unless_the_knob_is_given(parent: ForkingParent) -> None:
     pytest.importorskip("optuna")
     small = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10, "--json")
     targets = ("--ttft-p99", "1s", "--itl-p99", "30ms", "--workers", 1)
@@ -125,7 +125,7 @@ print(json.dumps([DESIGN["patience"], found.values, found.is_ordered]))
     assert printed(parent, program) == [[5, 9], [5, 7, 9], True]
 
 
-def test_the_scheduler_for_vllm_takes_a_new_knob(parent: ForkingParent) -> None:
+def test_the_scheduler_for_vllm_accepts_a_new_knob(parent: ForkingParent) -> None:
     program = """
 from types import SimpleNamespace
 from pointsman.integrations.vllm.settings import read_settings, scheduler_config
@@ -137,7 +137,7 @@ print(json.dumps([config.patience, config.tempers, config.unseen]))
     assert printed(parent, program) == [8, "mean", True]
 
 
-def test_ray_and_the_configuration_file_take_a_new_knob(parent: ForkingParent, tmp_path: Path) -> None:
+def test_ray_and_the_configuration_file_accept_a_new_knob(parent: ForkingParent, tmp_path: Path) -> None:
     file = tmp_path / "pointsman.yaml"
     file.write_text("patience: 8\ntempers: 4\n")
     program = f"""

@@ -16,7 +16,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_all_policies_are_listed_with_the_option_that_takes_them() -> None:
+def test_all_policies_are_listed_with_the_option_that_sets_them() -> None:
     code, output = run()
     assert code == 0
     for kind in KINDS:

@@ -30,7 +30,7 @@ Run = Callable[..., Finished]
 
 @pytest.mark.e2e
 def test_the_sandbox_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
-    """With the requests of a film."""
+    """The sandbox starts with the requests of a film."""
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 7, "--seed", 1, "--film", film).code == 0
     command = [sys.executable, "-m", "pointsman", "play", film, "--sandbox"]
@@ -54,7 +54,7 @@ def test_wrong_sandbox_options_are_refused(pointsman: Run, tmp_path: Path) -> No
     check_refused(pointsman("play"), "nothing to play", "--sandbox")
     check_refused(pointsman("play", "run.film", "--port", 8000), "--port is 8000", "--sandbox")
     check_refused(pointsman("play", "--sandbox", "--out", "x.html"), "--out", "leave one of them out")
-    check_refused(pointsman("play", "a.film", "b.film", "--sandbox"), "b.film", "leave it out")
+    check_refused(pointsman("play", "a.film", "b.film", "--sandbox"), "b.film", "from at most one")
     check_refused(pointsman("play", "--sandbox", "--port", 65536), "--port is 65536", "65535")
     check_refused(pointsman("play", tmp_path / "none.film", "--sandbox"), "none.film")
     with socket.socket() as taken:
@@ -68,7 +68,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_copied_commands_contain_only_the_change() -> None:
+def test_copied_commands_contain_only_the_changed_settings() -> None:
     """The commands include a setting that returns to its default."""
     base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
     assert commands(base, base)["change"].startswith("# no setting of a server differs")
@@ -89,7 +89,7 @@ def test_copied_commands_contain_only_the_change() -> None:
     assert "# the pool" not in commands(base.replace(num_blocks=2560), base)["all"]
 
 
-def test_a_text_says_how_closely_the_scene_matches_its_film(pointsman: Run, tmp_path: Path) -> None:
+def test_the_sandbox_states_how_closely_a_scene_matches_its_film(pointsman: Run, tmp_path: Path) -> None:
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 20, "--seed", 1, "--film", film).code == 0
     scene, about = scene_of(film)
@@ -100,7 +100,7 @@ def test_a_text_says_how_closely_the_scene_matches_its_film(pointsman: Run, tmp_
 
 @pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
 def test_servers_accept_the_copied_settings(name: str) -> None:
-    """Before and after the change that a situation proposes, and with further policies."""
+    """The settings of each situation, with and without the proposed change, and settings with further policies."""
     sandbox = Sandbox()
     policies = {"victim": "least-cost:max_preemptions=3", "reserves": ["growth", "bypass:bound=4"]}
     for action in (

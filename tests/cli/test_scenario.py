@@ -21,7 +21,7 @@ SHORT_RUN = ("--requests", "40")
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scenario of milliseconds."""
+    """A scenario that runs within milliseconds."""
     monkeypatch.setattr(command, "scenario", {"tiny": TINY}.__getitem__)
 
 
@@ -53,7 +53,7 @@ def test_scenario_json_is_one_object_with_figures_and_checks(pointsman: Run) -> 
 
 
 @pytest.mark.usefixtures("tiny")
-def test_ctrl_c_prints_the_rows_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_the_finished_variants_of_a_scenario(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.sim.simulator._PROGRESS_EVERY", 1)
 
     def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
@@ -69,7 +69,7 @@ def test_ctrl_c_prints_the_rows_so_far(pointsman: Run, monkeypatch: pytest.Monke
     assert "Interrupted" in finished.out
 
 
-def test_the_list_has_the_scenarios_with_their_claims(pointsman: Run) -> None:
+def test_simulate_lists_scenarios_with_their_claims(pointsman: Run) -> None:
     out = pointsman("simulate", "--list").out
     for each in SCENARIOS.values():
         assert f"{each.name} " in out
@@ -97,7 +97,7 @@ def test_bad_scenario_options_are_refused(pointsman: Run, args: list[str], words
 # ---------------------------------------------------------------------- several seeds of a generated workload
 
 
-def test_several_seeds_give_means_with_intervals(pointsman: Run) -> None:
+def test_simulate_prints_means_and_intervals_for_several_seeds(pointsman: Run) -> None:
     single = [pointsman("simulate", *SHORT_RUN, "--seed", seed, "--json").json_lines[-1] for seed in (5, 6, 7)]
     (found,) = pointsman("simulate", *SHORT_RUN, "--seed", 5, "--seeds", 3, "--json").json_lines
     assert found["num_seeds"] == 3
@@ -112,14 +112,14 @@ def test_several_seeds_give_means_with_intervals(pointsman: Run) -> None:
     assert "Student's t" in found["method"]
 
 
-def test_the_seeds_of_several_runs_are_printed(pointsman: Run) -> None:
+def test_simulate_prints_the_range_of_seeds(pointsman: Run) -> None:
     finished = pointsman("simulate", *SHORT_RUN, "--users", 3, "--seeds", 2)
     assert finished.code == 0, finished.err
     assert "seeds 0 to 1" in " ".join(finished.out.split())
     assert "mean over 2 runs that differ in their seed" in " ".join(finished.out.split())
 
 
-def test_ctrl_c_keeps_complete_seeds(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_the_results_of_complete_seeds(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.sim.simulator._PROGRESS_EVERY", 1)
 
     def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
@@ -136,8 +136,8 @@ def test_ctrl_c_keeps_complete_seeds(pointsman: Run, monkeypatch: pytest.MonkeyP
     assert any("2 of 4 seeds" in note for note in found["notes"])
 
 
-def test_several_seeds_need_a_generated_workload(pointsman: Run, tmp_path: Path) -> None:
+def test_several_seeds_with_a_trace_are_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,100,10\n")
-    check_refused(pointsman("simulate", "--trace", path, "--seeds", 3), "--seeds is 3", "trace", "leave it out")
+    check_refused(pointsman("simulate", "--trace", path, "--seeds", 3), "--seeds is 3", "trace", "leave --seeds out")
     check_refused(pointsman("simulate", *SHORT_RUN, "--seeds", 0), "--seeds is 0", "at least 1")

@@ -140,7 +140,7 @@ def test_command_line_overrides_file_and_file_overrides_preset(tmp_path: Path) -
     assert (other.engine["max_num_seqs"], other.engine["max_num_batched_tokens"]) == (100, 4096)
 
 
-def test_a_file_may_set_every_option_except_secrets(tmp_path: Path) -> None:
+def test_the_configuration_file_may_set_every_option_except_secrets(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n alice : two \n")
     (tmp_path / "operators").write_text("three\n")
     (tmp_path / "template").write_text("{{ messages }}")
@@ -279,7 +279,7 @@ def test_a_file_may_set_every_option_except_secrets(tmp_path: Path) -> None:
     assert found.engine.keys() == {"model", "seed", "num_threads"} | (KNOBS.keys() & lines.keys()) - {"threads"}
 
 
-def test_a_file_may_use_hyphens_null_single_names_and_bytes(tmp_path: Path) -> None:
+def test_the_configuration_file_accepts_hyphens_null_and_sizes(tmp_path: Path) -> None:
     found = settings(tmp_path, "max-num-seqs: 9\nport: null\nserved-model-name: x\nkv-cache-bytes: 4096\n")
     assert found.engine == {"model": "demo", "max_num_seqs": 9, "kv_cache_bytes": 4096}
     assert found.server == ServerConfig(served_model_name=("x",))
@@ -287,7 +287,7 @@ def test_a_file_may_use_hyphens_null_single_names_and_bytes(tmp_path: Path) -> N
     assert settings(tmp_path, "# nothing\n").engine == {"model": "demo"}
 
 
-def test_speculation_may_be_given_in_vllms_form(tmp_path: Path) -> None:
+def test_speculative_config_accepts_vllms_json(tmp_path: Path) -> None:
     config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
     expected = {"model": "demo", "num_draft_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     assert settings(tmp_path, f"speculative-config: '{config}'\n").engine == expected
@@ -311,7 +311,7 @@ def test_keys_come_from_command_line_then_file_then_environment(tmp_path: Path) 
     assert settings(tmp_path, environment=environment, api_key=[]).server.api_keys == ("d",)
 
 
-def test_keys_of_a_file_may_have_names(tmp_path: Path) -> None:
+def test_api_keys_in_a_file_may_have_names(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("alice:a:b\nsesame\nalice:c\n")
     server = settings(tmp_path, api_key_file=str(tmp_path / "keys"), operator_key=["d:e"]).server
     assert (server.api_keys, server.tenants) == (("a:b", "sesame", "c"), ("alice", "key-2", "alice"))
@@ -323,7 +323,7 @@ def test_keys_of_a_file_may_have_names(tmp_path: Path) -> None:
     assert (server.api_keys, server.tenants) == (("a:b",), ("key-1",))
     for line, lacks in (
         (":secret", "no name before"),
-        ("secret:", "no key behind"),
+        ("secret:", "no key after"),
         ("se/cret:x", "name of API key 2 is"),
     ):
         (tmp_path / "keys").write_text(f"a\n{line}\n")
@@ -435,7 +435,9 @@ def test_wrong_serve_options_are_refused(pointsman: Run, args: list[str], words:
     check_refused(pointsman("serve", *args), *words)
 
 
-def test_an_empty_key_does_not_open_the_server(pointsman: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_key_file_or_variable_is_refused(
+    pointsman: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "keys"
     path.write_text("\n \n")
     check_refused(pointsman("serve", "--api-key-file", path), str(path), "holds no API key")
@@ -448,13 +450,13 @@ def test_an_empty_key_does_not_open_the_server(pointsman: Run, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"])
-def test_a_missing_library_is_named(pointsman: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_library(pointsman: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     check_refused(pointsman("serve", "--port", 0), f"serve needs {name}", "pip install 'pointsman[server]'")
 
 
 @pytest.mark.e2e
-def test_a_missing_model_is_named(pointsman_process: Run, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_model(pointsman_process: Run, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     finished = pointsman_process("serve", "--port", 0, "--model", tmp_path / "absent")
     check_refused(finished, str(tmp_path / "absent"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.cli.simulation import seconds, what_arrives, what_serves
+from pointsman.cli.simulation import seconds, service_of_options, workload_of_options
 from pointsman.sim.devices import DEVICES
 from pointsman.sim.fleet import ROUTINGS
 from pointsman.sim.shapes import SHAPES
@@ -73,7 +73,7 @@ def test_the_json_report_is_one_line(pointsman: Run, trace: Path) -> None:
     assert 19 < found["seconds"]["value"] < 20
 
 
-def test_extrapolation_gives_a_warning(pointsman: Run, trace: Path, tmp_path: Path) -> None:
+def test_simulate_warns_about_loads_beyond_the_profile(pointsman: Run, trace: Path, tmp_path: Path) -> None:
     profile(max_rows=1).save(tmp_path / "profile.json")
     given = ("simulate", "--trace", trace, "--profile", tmp_path / "profile.json", "--rate", 50, "--json")
     notes = report(pointsman(*given))["notes"]
@@ -94,14 +94,14 @@ def test_html_and_perfetto_files_are_written(pointsman: Run, tmp_path: Path) -> 
     assert json.loads(perfetto.read_text())["traceEvents"]
 
 
-def test_the_list_has_every_name(pointsman: Run) -> None:
+def test_simulate_lists_all_models_devices_and_presets(pointsman: Run) -> None:
     finished = pointsman("simulate", "--list")
     assert finished.code == 0
     for name in (*SHAPES, *DEVICES, *ROUTINGS, "low-latency", "nano-vllm", "datasheet"):
         assert name in finished.out
 
 
-def test_help_has_the_main_options_first(pointsman: Run) -> None:
+def test_simulate_help_begins_with_the_main_options(pointsman: Run) -> None:
     out = pointsman("simulate", "--help").out
     assert "Main options:" in out
     assert out.index("--trace") < out.index("--ttft-target") < out.index("What arrives:") < out.index("--order")
@@ -112,7 +112,7 @@ def test_help_has_the_main_options_first(pointsman: Run) -> None:
 # ---------------------------------------------------------------------- what arrives, and what serves it
 
 
-def test_a_trace_is_sped_up_and_limited(pointsman: Run, trace: Path) -> None:
+def test_simulate_speeds_up_and_limits_a_trace(pointsman: Run, trace: Path) -> None:
     found = report(pointsman("simulate", "--trace", trace, "--rate", 4, "--limit", 13, "--json"))
     assert found["counts"]["arrived"] == 13
     assert 3 < found["seconds"]["value"] < 3.5
@@ -126,14 +126,14 @@ def test_the_simulated_scheduler_has_the_given_knobs(pointsman: Run, trace: Path
     assert (config["max_num_seqs"], config["decode_reserve"], config["enable_prefix_caching"]) == (3, "mean", False)
 
 
-def test_users_wait_for_their_outputs(pointsman: Run) -> None:
+def test_each_simulated_user_has_at_most_one_running_request(pointsman: Run) -> None:
     found = report(pointsman("simulate", *SHORT_RUN, "--users", 3, "--think", "exponential:0.1", "--json"))
     assert found["counts"]["finished"] == 40
     assert found["running"]["max"]["value"] <= 3
 
 
 def test_sessions_with_retention_keep_their_prefixes(pointsman: Run) -> None:
-    """The last turns of other sessions fill the pool during pauses."""
+    """While a user thinks, the last turns of other sessions fill the pool."""
     lengths = ("--prompt-tokens", 64, "--new-tokens", 64, "--output-tokens", 16, "--max-model-len", 512)
     arrives = ("--sessions", 100, "--turns", 2, "--think", 10, "--arrivals", "poisson:2", "--num-blocks", 130)
     hits = []
@@ -144,29 +144,31 @@ def test_sessions_with_retention_keep_their_prefixes(pointsman: Run) -> None:
     assert hits[0] < 0.1 and hits[1] > 0.3, hits
 
 
-def test_sessions_find_their_own_prefixes(pointsman: Run) -> None:
+def test_later_turns_of_sessions_hit_the_prefix_cache(pointsman: Run) -> None:
     found = report(pointsman("simulate", "--sessions", 5, "--turns", 4, "--json"))
     assert found["counts"]["finished"] == 20
     assert found["prefix_hit_rate"]["value"] > 0.5
 
 
-def test_a_fleet_with_a_routing_rule_is_simulated(pointsman: Run, trace: Path) -> None:
+def test_several_replicas_with_a_routing_rule_are_simulated(pointsman: Run, trace: Path) -> None:
     found = report(pointsman("simulate", "--trace", trace, "--replicas", 3, "--routing", "least-loaded", "--json"))
     assert found["num_replicas"] == 3
     assert found["counts"]["finished"] == 20
 
 
-def test_more_devices_have_more_blocks() -> None:
-    one, two = (what_serves({"tensor_parallel": count}, None) for count in (1, 2))
+def test_tensor_parallelism_increases_the_number_of_blocks() -> None:
+    one, two = (service_of_options({"tensor_parallel": count}, None) for count in (1, 2))
     assert one.kv is not None and two.kv is not None
     assert one.config.num_blocks == one.kv.num_blocks < two.config.num_blocks
     assert "2 x" in two.title
-    assert what_serves({}, "textbook").config.num_blocks == one.config.num_blocks  # a preset without limits of a step
+    assert (
+        service_of_options({}, "textbook").config.num_blocks == one.config.num_blocks
+    )  # a preset without limits of a step
 
 
-def test_a_workload_can_be_cut_to_fewer_requests() -> None:
-    assert what_arrives({}, 7).at_speed(1).num_requests == 7
-    sessions = what_arrives({"sessions": 1000, "turns": "4"}, 80)
+def test_a_workload_can_be_limited_to_a_number_of_requests() -> None:
+    assert workload_of_options({}, 7).at_speed(1).num_requests == 7
+    sessions = workload_of_options({"sessions": 1000, "turns": "4"}, 80)
     assert sessions.at_speed(1).num_requests == 80
     assert sessions.rate == pytest.approx(16)
     times = [time for time, _ in sessions.at_speed(2).first_arrivals()]
@@ -206,7 +208,7 @@ def test_durations_are_parsed_with_their_units(text: str, value: float) -> None:
         (["--sessions", "5", "--retention", "-1", *RETAINING], ["--retention is -1", "at least 0"]),
         (["--sessions", "5", "--retention", "nan", *RETAINING], ["--retention is nan", "at least 0"]),
         (["--sessions", "5", "--retention", "inf", *RETAINING], ["--retention is inf", "at least 0"]),
-        (["--sessions", "5", "--retention", "5"], ["--retention is 5", "lru reads none", "--eviction retention"]),
+        (["--sessions", "5", "--retention", "5"], ["--retention is 5", "lru does not read it", "--eviction retention"]),
         (["--users", "5", "--arrivals", "poisson:1"], ["--arrivals", "--users", "one of them"]),
         (["--trace", "t", "--requests", "5"], ["--requests", "--trace", "--limit"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
@@ -218,7 +220,7 @@ def test_bad_simulate_options_are_refused(pointsman: Run, args: list[str], words
     check_refused(pointsman("simulate", *args), *words)
 
 
-def test_a_broken_line_of_a_trace_is_named(pointsman: Run, tmp_path: Path) -> None:
+def test_the_error_names_the_broken_line_of_a_trace(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "broken.csv"
     path.write_text(HEADER + "2023-11-16 18:00:00.0,100,10\n2023-11-16 18:00:01.0,many,10\n")
     check_refused(pointsman("simulate", "--trace", path), str(path), "line 3", "'many'", "whole number")
@@ -234,7 +236,7 @@ def test_a_trace_without_output_is_refused(pointsman: Run, tmp_path: Path) -> No
     )
 
 
-def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_path: Path) -> None:
+def test_the_report_counts_and_names_prompts_that_are_too_long(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     rows = [(0, 200_000, 10), (1, 100, 10), (2, 100, 0), (3, 300_000, 1)]
     path.write_text(HEADER + "".join(f"2023-11-16 18:00:0{at}.0,{prompt},{out}\n" for at, prompt, out in rows))
@@ -249,7 +251,7 @@ def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_pat
     assert [each["request_id"] for each in refused] == ["request-0", "request-2"]
 
 
-def test_it_is_an_error_if_all_requests_are_refused(pointsman: Run) -> None:
+def test_simulate_fails_if_all_requests_are_refused(pointsman: Run) -> None:
     finished = pointsman("simulate", *SHORT_RUN, "--prompt-tokens", 300_000)
     assert finished.code == 2
     (error,) = finished.errors
@@ -294,7 +296,7 @@ def test_ctrl_c_prints_the_report_so_far() -> None:
 SHORT_OF_BLOCKS = ("--device", "4090", "--num-blocks", "300", "--output-tokens", "lognormal:600,0.6", *SHORT_RUN)
 
 
-def test_preempted_requests_swap_to_host_memory(pointsman: Run) -> None:
+def test_kv_of_preempted_requests_is_swapped_to_host_memory(pointsman: Run) -> None:
     swap = ("--kv-offload-bytes", "16GiB", "--preemption-mode", "swap")
     plain = json.loads(pointsman("simulate", *SHORT_OF_BLOCKS, "--json").out)["counts"]
     counts = json.loads(pointsman("simulate", *SHORT_OF_BLOCKS, *swap, "--json").out)["counts"]

@@ -24,7 +24,7 @@ from tests.sim.observed_logs import observed_lines, write_observed
 Run = Callable[..., Finished]
 SMALL = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10)
 TIGHT = ("--ttft-p99", "1s", "--itl-p99", "30ms")
-"""Steps of the default budget take 0.2 s."""
+"""Targets that the default token budget misses: a full step takes 0.2 s."""
 
 
 def words(finished: Finished) -> str:
@@ -42,7 +42,7 @@ def served(command: str) -> dict[str, Any]:
     return engine_arguments({name: value for name, value in given(context.params).items() if name in KNOBS})
 
 
-def test_the_report_compares_with_vllms_defaults(pointsman: Run) -> None:
+def test_tune_compares_its_settings_with_vllms_defaults(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, *TIGHT)
     printed = words(finished)
     lines = finished.out.splitlines()
@@ -60,7 +60,7 @@ def test_the_report_compares_with_vllms_defaults(pointsman: Run) -> None:
     assert max(len(line) for line in lines if " serve " not in line) <= 100
 
 
-def test_json_is_one_object_whose_commands_have_the_settings(pointsman: Run) -> None:
+def test_tune_json_has_commands_with_the_found_settings(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, *TIGHT, "--json")
     assert finished.code == 0, finished.err
     (found,) = finished.json_lines
@@ -83,7 +83,7 @@ def test_json_is_one_object_whose_commands_have_the_settings(pointsman: Run) -> 
     assert arguments["num_blocks"] == found["chosen"]["num_blocks"]
 
 
-def test_policies_that_vllm_lacks_go_into_its_additional_config(pointsman: Run) -> None:
+def test_the_vllm_command_sets_policies_in_additional_config(pointsman: Run) -> None:
     knobs = ("--decode-reserve", "mean", "--watermark", 0.05, "--no-full-sequence-must-fit", "--victim", "latest")
     finished = pointsman("tune", *SMALL, *TIGHT, *knobs, "--max-model-len", 8000, "--tensor-parallel", 2, "--json")
     assert finished.code == 0, finished.err
@@ -104,7 +104,7 @@ def test_policies_that_vllm_lacks_go_into_its_additional_config(pointsman: Run) 
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "/models/a model; echo"])
-def test_commands_name_the_model_of_the_recording(pointsman: Run, tmp_path: Path, model: str) -> None:
+def test_the_commands_of_tune_name_the_model_of_the_recording(pointsman: Run, tmp_path: Path, model: str) -> None:
     pytest.importorskip("scipy")
     lines = observed_lines(40, rate=20.0)
     lines[0]["observed"]["model"] = model
@@ -122,20 +122,20 @@ def test_commands_name_the_model_of_the_recording(pointsman: Run, tmp_path: Path
     assert shlex.split(commands["vllm"])[:3] == ["vllm", "serve", "MODEL"]
 
 
-def test_no_gain_is_reported_if_the_defaults_meet_the_targets(pointsman: Run) -> None:
+def test_tune_reports_no_gain_if_the_defaults_meet_the_targets(pointsman: Run) -> None:
     printed = words(pointsman("tune", *SMALL, "--ttft-p99", "10s"))
     assert "No gain: the defaults of vLLM 0.32.0 on H100-SXM have a goodput of" in printed
     assert "--max-num-batched-tokens 8192 --max-num-seqs 1024" in printed
 
 
-def test_targets_that_no_settings_meet_are_reported(pointsman: Run) -> None:
+def test_tune_reports_targets_that_no_settings_meet(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, "--ttft-p99", "1ms")
     printed = words(finished)
     assert "Nothing meets the targets" in printed and "The lowest TTFT p99 of any is" in printed
     assert " serve " not in finished.out
 
 
-def test_a_trace_is_sped_up_and_cut(pointsman: Run, tmp_path: Path) -> None:
+def test_tune_speeds_up_limits_and_splits_a_trace(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = (f'{{"timestamp": {200 * n}, "input_length": {400 + n}, "output_length": 6}}\n' for n in range(90))
     path.write_text("".join(lines))
@@ -150,7 +150,7 @@ def test_a_trace_is_sped_up_and_cut(pointsman: Run, tmp_path: Path) -> None:
     assert found["targets"]["ttft"] == 2.0, "without targets"
 
 
-def test_ctrl_c_prints_the_best_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_the_best_settings_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
         if num_finished == 6:
             raise KeyboardInterrupt
@@ -180,7 +180,7 @@ def test_bad_tune_options_are_refused(pointsman: Run, args: list[str], words: li
     check_refused(pointsman("tune", *args), *words)
 
 
-def test_a_trace_too_short_to_split_is_refused(pointsman: Run, tmp_path: Path) -> None:
+def test_tune_refuses_a_trace_that_is_too_short_to_split(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(f'{{"timestamp": {n}, "input_length": 20, "output_length": 6}}\n' for n in range(7)))
     check_refused(pointsman("tune", "--trace", path), "7 requests", "at least 20", "longer trace")

@@ -35,7 +35,7 @@ def test_control_characters_are_removed_from_displayed_text() -> None:
     assert one_line("  a\n\n b\r\tc ") == "a b c"
 
 
-def test_the_end_of_a_text_fits_the_line() -> None:
+def test_the_tail_of_a_text_has_at_most_the_given_width() -> None:
     assert tail("short", 10) == "short"
     assert tail("0123456789abc", 10) == "…456789abc"
     assert len(tail("word " * 100, 30)) == 30

@@ -60,18 +60,18 @@ def test_explain_shows_all_requests_as_a_table(host: Operated, run: Run) -> None
     assert re.search(r"  behind for 0\.\ds$", rows[3])
 
 
-def test_a_truncated_table_reports_the_number_of_shown_requests(host: Operated, run: Run) -> None:
+def test_explain_with_a_limit_reports_the_number_of_shown_requests(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "--limit", "3")
     assert "cmpl-b-0-z" in out and "cmpl-c-0-w" not in out
     assert out.splitlines()[-1] == "only the 3 oldest are shown; --limit shows more"
 
 
-def test_explain_of_a_scheduler_without_requests_is_one_line(tmp_path: Path, run: Run) -> None:
+def test_explain_without_requests_prints_one_line(tmp_path: Path, run: Run) -> None:
     with operated(tmp_path / "s") as idle:
         assert run("explain", "--socket", idle.control.path)[:2] == (0, "0 running, 0 waiting, 0 parked\n")
 
 
-def test_one_request_is_shown_in_full(host: Operated, run: Run) -> None:
+def test_explain_with_an_id_shows_all_fields_of_the_request(host: Operated, run: Run) -> None:
     code, out, _ = run("explain", "--socket", host.control.path, "cmpl-b")
     lines = out.splitlines()
     assert code == 0
@@ -92,7 +92,7 @@ def test_explain_shows_samples_of_a_completion_as_a_table(host: Operated, run: R
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["cmpl-a-0-x", "cmpl-a-1-y"]
 
 
-def test_a_replaced_policy_is_named_with_its_replacement(tmp_path: Path, run: Run) -> None:
+def test_explain_names_a_replaced_policy_and_its_replacement(tmp_path: Path, run: Run) -> None:
     class Odd(Latest):
         name = "odd"
 
@@ -118,7 +118,7 @@ def test_explain_as_json_prints_each_request_as_a_line(host: Operated, run: Run)
     assert [json.loads(line)["id"] for line in out.splitlines()] == list(host.of_id)
 
 
-def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
+def test_metrics_prints_text_that_prometheus_can_read(host: Operated, run: Run) -> None:
     code, out, _ = run("metrics", "--socket", host.control.path)
     assert code == 0
     families = {family.name: family for family in text_string_to_metric_families(out)}
@@ -141,7 +141,7 @@ def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
 
 
 def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, run: Run) -> None:
-    """A load may begin long after the time without requests at which the recording began."""
+    """The first request may arrive long after the recording began."""
     with operated(tmp_path / "s") as host:
 
         def send() -> None:
@@ -166,8 +166,8 @@ def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, ru
     assert run("replay", str(tmp_path / "r"))[0] == 0
 
 
-def test_ctrl_c_before_the_first_step_leaves_no_file(host: Operated, tmp_path: Path) -> None:
-    for is_idle, words in ((False, "there was no moment without requests"), (True, "no request came while it was")):
+def test_ctrl_c_before_the_first_step_deletes_the_recording(host: Operated, tmp_path: Path) -> None:
+    for is_idle, words in ((False, "there was no moment without requests"), (True, "no request arrived during")):
         if is_idle:
             host.run_to_end()
         command = [sys.executable, "-m", "pointsman", "record", "--socket", host.control.path, tmp_path / "r"]
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_a_recording_with_steps(host: Operated, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", [("explain",), ("metrics",), ("record", "r")])
-def test_a_socket_without_a_scheduler_is_named_with_a_remedy(
+def test_the_error_names_a_socket_without_a_scheduler_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, command: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -230,6 +230,6 @@ def test_wrong_arguments_are_refused_in_one_line(host: Operated, run: Run, words
     assert code in (1, 2) and out == "" and said in err and len(err.splitlines()) == 1
 
 
-def test_without_vllm_a_check_says_where_to_run_it(run: Run) -> None:
+def test_vllm_check_without_vllm_says_where_to_run_it(run: Run) -> None:
     code, out, err = run("vllm", "check", "some/model", "--max-num-seqs", "3")
     assert (code, out) == (2, "") and "vLLM is not installed in this Python environment" in err

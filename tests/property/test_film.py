@@ -220,14 +220,14 @@ def test_a_film_divided_between_any_two_calls_can_be_shown() -> None:
             run._line(json.loads(line), number)
             if live is not None:
                 if choose.random() < 0.2:
-                    stream += live.take("me")
+                    stream += live.take_records("me")
             elif run._scheduler is not None and choose.random() < 0.2:
                 live = LiveFilm(run._scheduler, clock=count().__next__, cpu_clock=lambda: 0.0)
-                stream += live.take("me")
+                stream += live.take_records("me")
                 witness = Witness(run._scheduler)
                 run._scheduler.add_listener(witness)
         assert live is not None
-        stream += live.take("me")
+        stream += live.take_records("me")
         records = list(read_records(stream))
         assert records[0][0] == "H"
         films = [Film(io.BytesIO(records[0][1] + part)) for kind, part in records if kind == "P"]

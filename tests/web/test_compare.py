@@ -130,8 +130,8 @@ def aborted(names: list[str], gone: str) -> bytes:
     return file.getvalue()
 
 
-def test_requests_of_only_one_run_are_listed(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    """A repeated id is another request; an aborted request has not finished."""
+def test_the_page_lists_requests_that_finished_in_only_one_run(open_page: Callable[..., Any], tmp_path: Path) -> None:
+    """Two requests with the same id are counted as two; an aborted request is not counted as finished."""
     one, two = aborted(["a", "b", "a", "c"], "c"), aborted(["a", "b", "d"], "b")
     path = tmp_path / "page.html"
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
@@ -147,9 +147,7 @@ def test_requests_of_only_one_run_are_listed(open_page: Callable[..., Any], tmp_
     assert page.inner_text("#gained").startswith("Of 1 request that finished in both, 0 finished sooner")
 
 
-def test_one_view_follows_the_other_in_step_and_in_time(
-    visit: Callable[..., Any], static: Any, continuous: Any
-) -> None:
+def test_both_views_move_together_by_step_or_by_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     films = {name: Film(io.BytesIO(data)) for name, (data, _) in (("first", static), ("second", continuous))}
     page = visit("#step=9&by=step")
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value("9")
@@ -174,7 +172,7 @@ def test_one_view_follows_the_other_in_step_and_in_time(
     page.click("#first [data-part=play]")
 
 
-def test_a_request_is_chosen_in_both_views(visit: Callable[..., Any]) -> None:
+def test_selecting_a_request_selects_it_in_both_views(visit: Callable[..., Any]) -> None:
     page = visit()
     button = page.locator("#gains button").first
     button.focus()
@@ -188,10 +186,10 @@ def test_a_request_is_chosen_in_both_views(visit: Callable[..., Any]) -> None:
         playwright.expect(page.locator(f"#{which} [data-part=life]")).to_be_hidden()
 
 
-def test_a_second_film_is_opened_beside_the_first(
+def test_the_page_opens_a_second_film_beside_the_first(
     open_page: Callable[..., Any], tmp_path: Path, continuous: Any, static: Any
 ) -> None:
-    """Also a film with other requests, a truncated one, and a file that is not a film."""
+    """The second file is also a film with other requests, a truncated film, and a file that is not a film."""
     path = tmp_path / "page.html"
     path.write_text(page_of(continuous[0], "continuous"), encoding="utf-8")
     other, _ = run(3)
@@ -212,7 +210,7 @@ def test_a_second_film_is_opened_beside_the_first(
     playwright.expect(page.locator("#title")).to_have_text("continuous and cut")
 
 
-def test_too_large_a_file_is_refused_before_it_is_read(open_page: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_page_refuses_a_too_large_file_before_it_reads_it(open_page: Callable[..., Any], tmp_path: Path) -> None:
     path, large = tmp_path / "page.html", tmp_path / "large"
     path.write_text(page_of(None, "no film"), encoding="utf-8")
     with large.open("wb") as file:

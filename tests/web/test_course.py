@@ -22,7 +22,7 @@ QUIZ = (
     ("The order of a step", "Why does this order matter?"),
     ("Preemption", "goes to the front of the waiting queue, not to the end. Why?"),
 )
-"""The questions of the founding documents: a course has three, the others none. (lesson, words of the question)"""
+"""The questions in the documents on which the course is based, each as (lesson, words of the question)."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def names_in(template: str) -> set[str]:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_a_lesson_is_complete(lesson: Lesson, course: dict[str, Performed]) -> None:
+def test_each_lesson_has_its_paragraphs_variants_and_questions(lesson: Lesson, course: dict[str, Performed]) -> None:
     one = course[lesson.title]
     assert len(lesson.paragraphs) == 3 and 2 <= len(lesson.variants) <= 5 and lesson.questions
     for paragraph in lesson.paragraphs:
@@ -65,7 +65,7 @@ def test_a_lesson_is_complete(lesson: Lesson, course: dict[str, Performed]) -> N
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_no_number_is_written_by_hand(lesson: Lesson) -> None:
+def test_numbers_in_lessons_are_figures_or_listed_quotations(lesson: Lesson) -> None:
     """Numbers that no run computes are listed as quotations from a document, or as names."""
     for template in templates(lesson):
         literal = "".join(text for text, *_ in string.Formatter().parse(template))
@@ -74,7 +74,7 @@ def test_no_number_is_written_by_hand(lesson: Lesson) -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_every_moment_is_in_its_film(lesson: Lesson, course: dict[str, Performed]) -> None:
+def test_every_moment_names_a_step_and_request_of_its_film(lesson: Lesson, course: dict[str, Performed]) -> None:
     one = course[lesson.title]
     for name, figure in one.figures.items():
         if isinstance(figure, Moment):
@@ -90,7 +90,7 @@ def test_lessons_ask_the_questions_of_the_document(title: str, words: str, cours
 
 
 def test_two_builds_of_the_course_are_equal(course: dict[str, Performed]) -> None:
-    """So pages can be compared and cached."""
+    """Equal pages can be compared and cached."""
     pages = [course_page(performed) for performed in (list(course.values()), perform_all())]
     assert pages[0] == pages[1]
     assert len(pages[0]) < 2_000_000
@@ -106,7 +106,7 @@ def test_the_documentation_names_every_lesson() -> None:
 # ------------------------------------------------------------------ single lessons
 
 
-def test_batching_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_batching_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Why batches wait"]
     static, continuous = one.runs[:2]
     rows = [[output.num_rows for output in run.outputs] for run in one.runs]
@@ -140,7 +140,7 @@ def status(run: Run, step: int, name: str) -> str:
     return run.state(step).requests[run.names.index(name)].status
 
 
-def test_states_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_states_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Four states, and what else a request waits for"]
     plain, grammar, remote, parts, preempted = one.runs
     at = {name: figure.step for name, figure in one.figures.items() if isinstance(figure, Moment)}
@@ -167,7 +167,7 @@ def test_states_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None
         scheduler.add(Request("long", range(60), arrival_time=0.0, max_tokens=4), 0.0)
 
 
-def test_step_order_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_step_order_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["The order of a step"]
     run, ahead = one.runs
     start = run.starts("D")[0]
@@ -185,8 +185,8 @@ def test_step_order_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> 
     assert one.figures["later"] == 1
 
 
-def test_budget_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
-    """The document's numbers, and its corrections."""
+def test_budget_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
+    """The run computes the numbers of the document on vLLM, and the numbers with which the lesson corrects it."""
     one = course["Tokens, not requests: the budget"]
     run, short, small = one.runs
     step = one.figures["example"].step
@@ -209,7 +209,7 @@ def test_budget_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None
     assert (cut[0]["D"], cut[1]["D"]) == (one.figures["cut"], one.figures["left"])
 
 
-def test_chunked_prefill_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_chunked_prefill_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Chunked prefill"]
     itls, ttfts = ([f(run) for run in one.runs] for f in (lambda r: r.longest_itl("A"), lambda r: r.ttft("long")))
     assert all(before > after for before, after in pairwise(itls)), "smaller chunks, shorter ITL"
@@ -227,7 +227,7 @@ def test_chunked_prefill_lesson_is_true_of_its_runs(course: dict[str, Performed]
         assert one.figures[f"ttft_{name}"] == f"{1e3 * run.ttft('long'):.0f} ms"
 
 
-def test_blocks_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_blocks_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Blocks, and when a request needs another"]
     for run, length in zip(one.runs, (31, 32, 33), strict=True):
         sizes = [len(run.table(step, "A")) for step in range(20)]
@@ -242,7 +242,7 @@ def test_blocks_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None
     assert (one.figures["known_fit"], one.figures["known_below"], one.figures["known_above"]) == (32, 33, 49)
 
 
-def test_prefix_sharing_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_prefix_sharing_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Prefix sharing"]
     run, off, stamped = one.runs
     assert run.cached("B") == run.cached("C") == [64] and run.starts("A") == run.starts("B") == [0]
@@ -262,7 +262,7 @@ def test_prefix_sharing_lesson_is_true_of_its_runs(course: dict[str, Performed])
     assert one.figures["computed_stamped"] == stamped.num_computed
 
 
-def test_preemption_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_preemption_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Preemption"]
     run, without, large = one.runs
     ((step, victim, lost, _),) = run.preemptions()
@@ -290,7 +290,7 @@ def test_preemption_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> 
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_thrash_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_thrash_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Thrash, the watermark, and four responses"]
     plain, mark, seqs, budget, more = one.runs
     numbers = [sum(event.op is Op.PREEMPTED for _, event in run.events) for run in one.runs]
@@ -310,7 +310,7 @@ def test_thrash_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None
     assert budget.config.max_num_batched_tokens < plain.config.max_num_batched_tokens
 
 
-def test_priority_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_priority_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Priority and starvation"]
     fcfs, priority, calm, fair = one.runs
     first = priority.preemptions()[0]
@@ -326,7 +326,7 @@ def test_priority_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> No
     assert not fair.preemptions()
 
 
-def test_speculation_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_speculation_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Speculation"]
     none, right, first, wrong = one.runs
     outputs = [[run.requests[name].output_token_ids.tolist() for name in "AB"] for run in one.runs]
@@ -342,7 +342,7 @@ def test_speculation_lesson_is_true_of_its_runs(course: dict[str, Performed]) ->
     assert drafts[0] == drafts[1] and one.figures["accepted"] < one.figures["verified"]
 
 
-def test_myths_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_myths_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Three myths"]
     short, large = one.runs
     rows = [tuple(short.state(step).running) for step in range(short.num_steps)]
@@ -365,7 +365,7 @@ def test_myths_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     assert len({short.end(name) for name in "ABC"}) == len({short.starts(name)[0] for name in "ABC"}) == 3
 
 
-def test_explaining_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
+def test_explaining_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     one = course["Reading explain"]
     reasons = ["blocks", "sequence_limit", "budget", "parked"]
     assert [run.notes["C"].reason.value for run in one.runs] == reasons
@@ -510,7 +510,7 @@ def test_the_course_works_with_keys_only(visit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.e2e
-def test_a_link_contains_lesson_and_step(visit: Callable[..., Any]) -> None:
+def test_a_link_to_the_course_contains_lesson_and_step(visit: Callable[..., Any]) -> None:
     page = visit("#lesson=8&variant=2&step=9&request=C")
     assert shown(page) == [7, 1, 9, "C"]
     assert page.locator("[data-part=lifeTitle]").inner_text() == "The life of C"
@@ -539,7 +539,7 @@ def test_the_course_page_fits_and_is_accessible(
 
 @pytest.mark.e2e
 def test_the_course_works_without_storage(visit: Callable[..., Any]) -> None:
-    """A file may have none: progress then lasts as long as the page."""
+    """A page that is a file may have no local storage; the progress is then lost when the page is closed."""
     page = visit()
     page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('none') } })")
     page.reload()

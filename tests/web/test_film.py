@@ -114,7 +114,7 @@ def test_state_of_the_first_step_has_its_rows_queue_and_blocker(short_pool: byte
     assert state.blocker == 2 and state.requests[2].reason == "budget"
 
 
-def test_sentences_tell_the_decisions_of_each_step(short_pool: bytes) -> None:
+def test_sentences_describe_the_decisions_of_each_step(short_pool: bytes) -> None:
     film = read(short_pool)
     teller = Teller(film)
     told = [sentence for frame in range(len(film.frames)) for sentence in teller.decided(frame)]
@@ -149,19 +149,21 @@ def preemptions(data: bytes) -> list[str]:
         ),
     ],
 )
-def test_a_preemption_names_the_needing_request_and_the_rule(settings: dict[str, Any], expected: str) -> None:
+def test_the_sentence_of_a_preemption_names_its_cause_and_the_victim_rule(
+    settings: dict[str, Any], expected: str
+) -> None:
     assert preemptions(run([(14, 20), (10, 20), (6, 20)], **settings)[0])[0] == expected
 
 
-def test_a_preemption_tells_how_many_blocks_are_missing() -> None:
-    """All three need a block in the same step, and none is free; later the last running request lacks one itself."""
+def test_the_sentence_of_a_preemption_has_the_number_of_missing_blocks() -> None:
+    """All three requests need a block in the same step, and none is free; later the victim itself lacks a block."""
     told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
     assert told[0] == ("r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was the last one admitted")
     own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
     assert own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was the last one admitted"
 
 
-def test_a_priority_preemption_names_the_more_urgent_request() -> None:
+def test_the_sentence_of_a_priority_preemption_names_the_urgent_request() -> None:
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "order": "priority"}))
     film = FilmRecorder(file := io.BytesIO())
     scheduler.start_film(film)
@@ -176,8 +178,8 @@ def test_a_priority_preemption_names_the_more_urgent_request() -> None:
     assert preemptions(file.getvalue()) == ["calm is preempted: urgent is more urgent and takes its place"]
 
 
-def test_preemption_cost_matches_the_events_until_it_resumes(short_pool: bytes) -> None:
-    """The time until the request resumes, and the tokens that were not cached then; equal to its life."""
+def test_the_cost_of_a_preemption_matches_the_events_until_it_resumes(short_pool: bytes) -> None:
+    """The cost is the time until the request resumes, and the tokens that were not cached then, as in its life."""
     film = read(short_pool)
     for one in preemptions_of(film):
         assert one.event.request is not None
@@ -190,7 +192,7 @@ def test_preemption_cost_matches_the_events_until_it_resumes(short_pool: bytes) 
     assert any(one.num_recomputed_tokens for one in preemptions_of(film))
 
 
-def test_lives_of_all_requests_equal_single_lives(short_pool: bytes) -> None:
+def test_lives_of_a_film_equal_the_life_of_each_request(short_pool: bytes) -> None:
     film = read(short_pool)
     for life in lives_of(film):
         assert (life.waited, life.ran) == (life_of(film, life.number).waited, life_of(film, life.number).ran)
@@ -208,13 +210,13 @@ def test_running_and_waiting_times_add_up_to_a_requests_life(short_pool: bytes) 
     assert not life_of(film, 0).waited
 
 
-def test_time_behind_others_is_counted_by_what_the_head_lacks() -> None:
+def test_waits_behind_the_queue_head_are_summed_by_what_the_head_lacks() -> None:
     data, _ = run([(8, 6), (8, 2), (8, 2)], max_num_seqs=1)
     last = life_of(read(data), 2)
     assert last.waited == {"behind others, sequence_limit": 3.0, "sequence_limit": 1.0}
 
 
-def test_a_request_older_than_the_film_has_its_waits() -> None:
+def test_the_life_of_a_request_that_predates_the_film_has_its_waits() -> None:
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "max_num_seqs": 1, "max_num_batched_tokens": 8}))
     for name in ("runs", "waits"):
         scheduler.add(Request(name, range(10), arrival_time=2.0, max_tokens=3), 2.0)
@@ -239,7 +241,7 @@ def test_a_request_older_than_the_film_has_its_waits() -> None:
     ]
 
 
-def test_a_recorder_cannot_film_a_second_time() -> None:
+def test_a_film_recorder_cannot_be_used_a_second_time() -> None:
     scheduler, recorder = Scheduler(SchedulerConfig(**CONFIG)), FilmRecorder(io.BytesIO())
     with pytest.raises(InvalidTransition, match="has not been started"):
         recorder.close()
@@ -288,7 +290,7 @@ def test_a_film_read_without_blocks_has_all_other_state(short_pool: bytes) -> No
 
 
 def test_a_simulation_can_be_filmed() -> None:
-    """Runs of steps are frames of their own, and every step is in one."""
+    """Several steps done in one call are one frame, and every step is in a frame."""
     trace = [TraceRequest(0.4 * index, 100, 60) for index in range(30)]
     config = SchedulerConfig(num_blocks=200, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=128)
     file = io.BytesIO()
@@ -314,7 +316,7 @@ def test_each_step_is_found_in_its_frame(short_pool: bytes) -> None:
 # ------------------------------------------------------------------ refusals
 
 
-def test_a_film_that_was_cut_off_shows_its_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_film_shows_its_complete_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 16)
     data, _ = run([(14, 20), (10, 20), (6, 20)])
     whole = read(data)
@@ -400,7 +402,7 @@ def test_a_header_without_names_is_refused(short_pool: bytes, names: object) -> 
 @pytest.mark.parametrize("kind", ["R", "E", "B"])
 @pytest.mark.parametrize("seed", range(short_or_long(40, 1000)))
 def test_a_broken_film_raises_only_film_errors(short_pool: bytes, kind: str, seed: int) -> None:
-    """With bytes changed, lost or added, it is refused with a sentence, or can be shown."""
+    """A film with changed, removed or added bytes is refused with a sentence, or can be shown."""
     rng = np.random.default_rng(seed)
 
     def change(chunk: bytes) -> bytes:
@@ -478,7 +480,7 @@ BOMBS: dict[str, tuple[list[tuple[str, bytes]], int, str]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_a_small_file_takes_little_memory(short_pool: bytes, what: str) -> None:
+def test_decompression_bombs_are_refused_with_little_memory(short_pool: bytes, what: str) -> None:
     chunks, copies, why = BOMBS[what]
     data = bomb(read_header(io.BytesIO(short_pool)), *chunks, copies=copies)
     assert len(data) < 100_000
@@ -492,7 +494,7 @@ def test_a_small_file_takes_little_memory(short_pool: bytes, what: str) -> None:
     assert peak < 1 << 30
 
 
-def test_numbers_split_across_parts_are_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_columns_are_decoded_in_parts_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film_format.NUMBERS_AT_ONCE", 7)
     chance = np.random.default_rng(3)
     for differences in (False, True):

@@ -96,14 +96,14 @@ def is_live(page: Any) -> None:
 
 
 def look_back(page: Any) -> None:
-    """Goes two steps back, once there are any."""
+    """Waits until the page has at least ten steps, and goes two steps back."""
     playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler continues")
 
 
-def test_a_server_is_watched_live_back_in_time_and_to_its_end(visit: Callable[..., Any]) -> None:
+def test_the_live_page_shows_current_and_past_steps_of_a_server(visit: Callable[..., Any]) -> None:
     """Key, current steps, looking back while it continues, back to now, and a server that ends."""
     with start_server(*POOL) as server:
         port = server.port
@@ -144,7 +144,7 @@ def test_a_server_is_watched_live_back_in_time_and_to_its_end(visit: Callable[..
 
 @pytest.mark.long
 @pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")
-def test_one_engine_is_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
+def test_the_live_page_shows_an_engine_again_after_its_restart(visit: Callable[..., Any]) -> None:
     """The dead engine's film ends, the other's can be watched meanwhile, and the new engine's film begins."""
     with start_server(*POOL, "--data-parallel-size", "2") as server:
         page = visit(f"{server.url}/live")
@@ -203,7 +203,7 @@ def test_the_live_page_fits_a_phone_and_is_accessible(visit: Callable[..., Any],
 
 
 def test_the_live_page_drops_old_steps_and_requests(visit: Callable[..., Any], tmp_path: Path) -> None:
-    """A socket's scheduler, watched while the page keeps a second only; the request that is looked at is let go."""
+    """The page keeps only one second of steps. When it drops a followed request, it hides the life of this request."""
     with operated(tmp_path / "s") as host:
         server = live_server(host.control.path)
         thread = threading.Thread(target=server.serve)
@@ -233,8 +233,8 @@ def test_the_live_page_drops_old_steps_and_requests(visit: Callable[..., Any], t
 
 @pytest.mark.long
 @VLLM_INSTALLED
-def test_a_vllm_is_watched(visit: Callable[..., Any], tmp_path: Path) -> None:
-    """The real one, with this scheduler; its engine opens no port."""
+def test_the_live_page_shows_a_real_vllm(visit: Callable[..., Any], tmp_path: Path) -> None:
+    """A real vLLM with this scheduler; the engine opens no port."""
     knobs = Knobs(DEMO, threads=1, max_num_seqs=2, max_num_batched_tokens=512, max_model_len=512)
     settings = json.dumps({"pointsman": {"socket": str(tmp_path / "s")}})
     scheduler = ("--scheduler-cls", "pointsman.integrations.vllm.Scheduler", "--additional-config", settings)

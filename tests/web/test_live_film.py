@@ -63,36 +63,36 @@ class Reader:
         return [frame.step_id for film in self.films for frame in film.frames]
 
 
-def test_parts_of_a_live_film_follow_each_other() -> None:
+def test_the_parts_of_a_live_film_contain_consecutive_steps() -> None:
     host, reader = Host(), Reader()
     host.add("a")
-    reader.read(host.live.take("me"))
+    reader.read(host.live.take_records("me"))
     for _ in range(10):
         host.step(12)
-        reader.read(host.live.take("me"))
+        reader.read(host.live.take_records("me"))
     host.add("b")
     host.step(12)
-    reader.read(host.live.take("me"))
+    reader.read(host.live.take_records("me"))
     assert reader.steps == list(range(132))
     assert [[one.request_id for one in film.requests] for film in reader.films] == [["a"]] * 10 + [["a", "b"]]
     assert reader.films[5].state_at(0).requests[0].num_generated_tokens == 60
     assert reader.state == {"interval": 0.1, "dropped": 0, "running": 2, "waiting": 0, "parked": 0}
 
 
-def test_at_most_ten_parts_a_second() -> None:
+def test_a_live_film_has_at_most_ten_parts_a_second() -> None:
     host, reader = Host(), Reader()
     host.add("a")
     for _ in range(300):
-        reader.read(host.live.take("me"))
+        reader.read(host.live.take_records("me"))
         host.step()
     assert 25 <= len(reader.films) <= 30
 
 
-def test_parts_that_are_expensive_to_cut_are_less_frequent() -> None:
+def test_a_live_film_has_fewer_parts_if_cutting_a_part_is_expensive() -> None:
     host, reader = Host(cost=0.02), Reader()
     host.add("a")
     for _ in range(3000):
-        reader.read(host.live.take("me"))
+        reader.read(host.live.take_records("me"))
         host.step()
     assert reader.state["interval"] == 2.0
     assert 14 <= len(reader.films) <= 16  # 30 s
@@ -103,55 +103,57 @@ def test_the_scheduler_is_not_filmed_without_watchers() -> None:
     host.add("a")
     host.step(3)
     assert host.scheduler._listeners == ()
-    host.live.take("me")
-    host.live.take("you")
+    host.live.take_records("me")
+    host.live.take_records("you")
     assert [type(one) for one in host.scheduler._listeners] == [FilmRecorder]  # one recorder for both
-    host.live.leave("me")
+    host.live.remove_watcher("me")
     assert len(host.scheduler._listeners) == host.live.num_watchers == 1
-    host.live.leave("you")
-    host.live.leave("you")
+    host.live.remove_watcher("you")
+    host.live.remove_watcher("you")
     assert host.scheduler._listeners == () and host.scheduler._kv.returned is None
     host.step(3)
-    again = Reader().read(host.live.take("me"))
+    again = Reader().read(host.live.take_records("me"))
     host.step(12)
-    assert again.read(host.live.take("me")).steps == list(range(6, 18))
+    assert again.read(host.live.take_records("me")).steps == list(range(6, 18))
 
 
-def test_a_later_watcher_begins_with_the_newest_part() -> None:
+def test_a_new_watcher_first_gets_the_newest_part() -> None:
     host, me, you = Host(), Reader(), Reader()
     host.add("a")
-    me.read(host.live.take("me"))
+    me.read(host.live.take_records("me"))
     host.step(12)
-    me.read(host.live.take("me"))
-    you.read(host.live.take("you"))
+    me.read(host.live.take_records("me"))
+    you.read(host.live.take_records("you"))
     assert you.steps == me.steps == list(range(12))
     host.step(12)
-    assert you.read(host.live.take("you")).steps == me.read(host.live.take("me")).steps == list(range(24))
+    assert (
+        you.read(host.live.take_records("you")).steps == me.read(host.live.take_records("me")).steps == list(range(24))
+    )
 
 
 def test_a_slow_watcher_loses_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 4000)
     host, me, slow = Host(), Reader(), Reader()
     host.add("a")
-    slow.read(host.live.take("slow"))
+    slow.read(host.live.take_records("slow"))
     for _ in range(30):
-        me.read(host.live.take("me"))
+        me.read(host.live.take_records("me"))
         host.step(12)
-    slow.read(host.live.take("slow"))
+    slow.read(host.live.take_records("slow"))
     assert me.state["dropped"] == 0
     assert 0 < slow.state["dropped"] == 360 - len(slow.steps)
     assert slow.steps == list(range(slow.state["dropped"], 360))
 
 
-def test_parts_that_no_watcher_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_part_that_no_watcher_fetches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PART", 2000)
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 64)
     host, reader = Host(), Reader()
     host.add("a")
-    reader.read(host.live.take("me"))
+    reader.read(host.live.take_records("me"))
     host.step(900)
     assert len(host.live._file.getvalue()) < 4000
-    reader.read(host.live.take("me"))
+    reader.read(host.live.take_records("me"))
     assert 0 < reader.state["dropped"] < 900
     assert reader.steps == list(range(reader.state["dropped"], 900))
 
@@ -159,24 +161,24 @@ def test_parts_that_no_watcher_takes_are_bounded(monkeypatch: pytest.MonkeyPatch
 def test_the_number_of_watchers_is_bounded() -> None:
     host = Host()
     for number in range(MAX_WATCHERS):
-        host.live.take(number)
+        host.live.take_records(number)
     with pytest.raises(TooManyWatchers, match="close one of them"):
-        host.live.take("one more")
-    host.live.leave(3)
-    host.live.take("one more")
+        host.live.take_records("one more")
+    host.live.remove_watcher(3)
+    host.live.take_records("one more")
 
 
 def test_the_state_is_sent_each_second_while_idle() -> None:
     host = Host()
-    assert [kind for kind, _ in read_records(host.live.take("me"))] == ["H", "S"]
+    assert [kind for kind, _ in read_records(host.live.take_records("me"))] == ["H", "S"]
     host.now = 0.5
-    assert host.live.take("me") == b""
+    assert host.live.take_records("me") == b""
     host.now = 1.0
-    assert [kind for kind, _ in read_records(host.live.take("me"))] == ["S"]
+    assert [kind for kind, _ in read_records(host.live.take_records("me"))] == ["S"]
 
 
-def test_a_truncated_stream_has_its_whole_records() -> None:
+def test_the_complete_records_of_a_truncated_stream_are_read() -> None:
     host = Host()
-    stream = host.live.take("me")
+    stream = host.live.take_records("me")
     whole = list(read_records(stream))
     assert list(read_records(stream[:-1])) == whole[:-1]

@@ -96,7 +96,7 @@ def test_only_requests_with_token_and_own_origin_are_answered(
     assert ask(server, "POST", "/double", b'{"number": 1}', **headers)[0] == status
 
 
-def test_a_stream_ends_with_its_client(server: LocalServer) -> None:
+def test_a_stream_is_closed_when_its_client_disconnects(server: LocalServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("GET", "/film", headers={"authorization": f"Bearer {server.token}"})
     answer = connection.getresponse()

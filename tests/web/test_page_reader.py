@@ -1,4 +1,4 @@
-"""The page's reader agrees with the library's; tests/property/test_film.py compares that with the scheduler."""
+"""`film.js` reads films like `Film`, whose states tests/property/test_film.py compares with the scheduler."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def gained(film: Film, frame: int, state: State) -> dict[str, int]:
 
 
 def longest_itl(film: Film) -> list[float]:
-    """Of each step: the maximum time since the previous token of its requests."""
+    """For each step: the longest time, among its requests, between its token and the previous token."""
     last: dict[int, float] = {}
     flight: list[tuple[int, list[tuple[int, bool]]]] = [
         (-1, [(row.number, row.samples) for row in rows]) for rows in film.beginning().in_flight
@@ -144,7 +144,7 @@ def before(film: Film, frame: int, step: int, most: int) -> list[list[Any]]:
 
 
 def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
-    """Back and forth: single steps, each of several steps done in one call, and the state after them."""
+    """Random [frame, step] pairs. If the frame has several steps, `step` is one of them, or None: after all of them."""
     runs = [index for index, frame in enumerate(film.frames) if frame.num_steps > 1]
     chosen: list[list[int | None]] = []
     for _ in range(min(12, len(film.frames))):
@@ -237,7 +237,7 @@ def test_film_js_gives_the_same_states_words_and_lives_as_python(
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
-def test_a_film_truncated_in_its_blocks_shows_its_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_film_js_shows_the_complete_chunks_of_a_truncated_film(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     path = films(tmp_path, [0])[0]
     num_frames, data = len(Film.read(path).frames), path.read_bytes()

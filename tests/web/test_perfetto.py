@@ -10,7 +10,7 @@ from pointsman.web.timeline import timeline_of
 from tests.web.test_timeline import BUSY, film_of
 
 
-def test_trace_matches_the_film(tmp_path: Path) -> None:
+def test_the_perfetto_trace_matches_the_film(tmp_path: Path) -> None:
     """Slices lie within their request's slice, slices of a track do not overlap, and counters equal the film's."""
     film, path = film_of(BUSY), tmp_path / "run.json"
     write_trace(film, path)
@@ -32,7 +32,7 @@ def test_trace_matches_the_film(tmp_path: Path) -> None:
     assert all(" is preempted: " in mark and "was the last one admitted" in mark for mark in marks)
 
 
-def test_the_numbers_of_requests_and_points_are_bounded(tmp_path: Path) -> None:
+def test_a_perfetto_trace_has_bounded_numbers_of_requests_and_points(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_trace(film_of(BUSY), path, max_requests=2, max_points=10)
     trace = json.loads(path.read_text())

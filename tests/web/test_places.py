@@ -14,7 +14,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def pairs() -> Iterator[list[Pair]]:
-    """The server's ends, and the clients'."""
+    """Connected sockets: the ends of the server, and the ends of its clients."""
     found = [socket.socketpair() for _ in range(4)]
     yield found
     for pair in found:
@@ -38,22 +38,22 @@ def lost(pairs: list[Pair]) -> list[int]:
 def test_the_longest_idle_connection_loses_its_place(pairs: list[Pair]) -> None:
     a, b, c, d = (server for server, _ in pairs)
     places = Places(2)
-    assert places.take(a) and places.take(b)
-    places.use(a)
-    places.wait(a)
-    assert places.take(c) and lost(pairs) == [1]
-    assert places.take(d) and lost(pairs) == [0, 1]
+    assert places.acquire(a) and places.acquire(b)
+    places.mark_used(a)
+    places.mark_idle(a)
+    assert places.acquire(c) and lost(pairs) == [1]
+    assert places.acquire(d) and lost(pairs) == [0, 1]
 
 
 def test_a_connection_in_use_keeps_its_place(pairs: list[Pair]) -> None:
     a, b, c, d = (server for server, _ in pairs)
     places = Places(2)
-    assert places.take(a) and places.take(b)
-    places.use(a)
-    places.use(b)
-    assert not places.take(c) and lost(pairs) == []
-    places.give_back(a)
-    places.give_back(a)
-    assert places.take(c)
-    places.use(c)
-    assert not places.take(d)
+    assert places.acquire(a) and places.acquire(b)
+    places.mark_used(a)
+    places.mark_used(b)
+    assert not places.acquire(c) and lost(pairs) == []
+    places.release(a)
+    places.release(a)
+    assert places.acquire(c)
+    places.mark_used(c)
+    assert not places.acquire(d)

@@ -30,7 +30,8 @@ HTML = '<img src=x onerror="document.title=1">'
 
 @pytest.fixture(scope="module")
 def film() -> bytes:
-    """A short pool: requests wait, are preempted and share prefixes. The last has markup for an id."""
+    """A short pool: requests wait, are preempted and share prefixes. The id of the last
+    request is HTML markup."""
     trace = [TraceRequest(0.05 * index, 60 + 7 * (index % 9), 40 + index % 30) for index in range(40)]
     config = SchedulerConfig(
         num_blocks=60, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=96, full_sequence_must_fit=False
@@ -106,7 +107,7 @@ def test_a_title_may_contain_the_placeholder_of_a_page_part(visit: Callable[...,
 
 
 def test_buttons_and_keys_move_by_single_steps(visit: Callable[..., Any], film: bytes) -> None:
-    """They move by single steps, also through steps done in one call."""
+    """Several steps that were done in one call are also shown one by one."""
     found, page = Film(io.BytesIO(film)), visit(film)
     steps = [frame.step_id + place for frame in found.frames for place in range(frame.num_steps)]
     run = next(frame.step_id for frame in found.frames if frame.num_steps > 3)
@@ -179,7 +180,7 @@ def test_a_followed_request_shows_its_life_and_waits(visit: Callable[..., Any], 
 
 
 def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], film: bytes) -> None:
-    """Keys go to the next and the previous one; a mark on the time line leads to its step; the list has all."""
+    """Keys go to the next and the previous preemption; a mark on the time line leads to its step; the list has all."""
     found, page = Film(io.BytesIO(film)), visit(film)
     preempted = [event.op is Op.PREEMPTED for event in found.events(0, None)].count(True)
     frames = [
@@ -216,7 +217,7 @@ def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], f
     assert any(" is preempted: " in one for one in told(page))
 
 
-def test_the_longest_waits_are_listed(visit: Callable[..., Any], film: bytes) -> None:
+def test_the_player_lists_the_longest_waits(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     page.click("[data-part=most] summary")
     rows = page.locator("[data-part=waits] tr")
@@ -237,7 +238,7 @@ def test_the_longest_waits_are_listed(visit: Callable[..., Any], film: bytes) ->
     assert reasons == expected
 
 
-def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: bytes) -> None:
+def test_arrow_keys_move_the_focus_between_blocks(visit: Callable[..., Any], film: bytes) -> None:
     page = visit(film, "#step=30")
     page.focus("[data-part=pool]")
     block = page.locator("[data-part=block]")
@@ -253,7 +254,7 @@ def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: 
 
 
 def test_counters_and_log_cover_the_steps_so_far(visit: Callable[..., Any], film: bytes) -> None:
-    """Counted up to the step; the sentences of the steps before lead to them."""
+    """Counters count up to the shown step. In the log, each sentence about an earlier step leads to that step."""
     found, page = Film(io.BytesIO(film)), visit(film)
     index = 2 * len(found.frames) // 3
     step, events = found.frames[index].step_id, list(found.events(0, index + 1))
@@ -346,7 +347,7 @@ def test_the_time_line_shows_the_longest_gap_between_tokens(visit: Callable[...,
     assert painted[:3] == [True, True, False] and painted[3] < found.num_steps
 
 
-def test_a_link_contains_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_link_to_the_player_contains_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
     found = Film(io.BytesIO(film))
     step, name = max(found.frames, key=lambda frame: frame.num_steps).step_id + 1, found.requests[3].request_id
     page = visit(film, f"#step={step}&request={name}")
@@ -355,7 +356,7 @@ def test_a_link_contains_step_and_request(visit: Callable[..., Any], film: bytes
     playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
 
 
-def test_a_block_names_its_owner(visit: Callable[..., Any], film: bytes) -> None:
+def test_the_player_shows_the_owner_of_a_block(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     index = len(found.frames) // 2
     go_to(page, found.frames[index].step_id)

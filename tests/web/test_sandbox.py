@@ -80,7 +80,7 @@ def any_action(draw: random.Random, sandbox: Sandbox) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", seeds(3, 60))
 def test_undo_and_redo_are_exact(seed: int) -> None:
-    """For any action: the same bytes of the film, the same requests, and a copied test that passes."""
+    """Undo and redo of any action give the same bytes of the film and the same requests; the copied test passes."""
     draw, sandbox = random.Random(seed), Sandbox()
     states = [sandbox.answer()]
     for _ in range(40):
@@ -109,7 +109,7 @@ def without_history(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("undo", "redo")}
 
 
-def test_an_action_after_an_undo_replaces_the_redo() -> None:
+def test_an_action_after_an_undo_removes_the_possible_redos() -> None:
     sandbox = done(
         {"do": "add", "prompt": 10, "output": 5},
         {"do": "step"},
@@ -124,7 +124,7 @@ def test_an_action_after_an_undo_replaces_the_redo() -> None:
 # ---------------------------------------------------------------------- the scheduler's knowledge, and its times
 
 
-def test_requests_generate_their_stated_number_of_tokens() -> None:
+def test_requests_of_a_scene_generate_their_given_number_of_tokens() -> None:
     sandbox = done({"do": "add", "prompt": 64, "output": 20}, {"do": "run"})
     assert request(sandbox, "A")["why"] == "finished: stop"
     assert (request(sandbox, "A")["generated"], sandbox.played.num_steps) == (20, 20)
@@ -132,8 +132,8 @@ def test_requests_generate_their_stated_number_of_tokens() -> None:
     assert (request(capped, "A")["why"], request(capped, "A")["generated"]) == ("finished: length", 7)
 
 
-def test_a_step_takes_its_stated_time() -> None:
-    """10 ms, and 0.1 ms a token: 40 tokens of the prompt in the first, one in each other."""
+def test_a_step_of_a_scene_takes_the_given_time() -> None:
+    """A step takes 10 ms plus 0.1 ms per token: 40 prompt tokens in the first step, one token in each other step."""
     sandbox = done({"do": "add", "prompt": 40, "output": 3}, {"do": "step"})
     assert sandbox.played.now == pytest.approx(0.014)
     sandbox.do({"do": "run"})
@@ -179,7 +179,7 @@ def test_shared_prefixes_extend_into_the_output() -> None:
 
 
 def test_aborts_and_priorities_keep_their_times() -> None:
-    """Other settings do not move them, and a reset removes them."""
+    """Other settings do not change the times of aborts and priority changes; a reset removes both."""
     sandbox = done(
         *({"do": "add", "prompt": 64, "output": 50} for _ in range(3)),
         {"do": "settings", "settings": {"max_num_seqs": 1, "order": "priority"}},
@@ -202,7 +202,7 @@ def test_aborts_and_priorities_keep_their_times() -> None:
 def test_aborting_a_future_request_removes_it() -> None:
     sandbox = done({"do": "add", "prompt": 8, "output": 2}, {"do": "add", "prompt": 8, "output": 2, "at": 5})
     sandbox.do({"do": "add", "prompt": 8, "output": 2, "at": 6, "like": "B"})
-    with pytest.raises(SandboxError, match="starts like it"):
+    with pytest.raises(SandboxError, match="shares the first tokens of"):
         sandbox.do({"do": "abort", "id": "B"})
     sandbox.do({"do": "abort", "id": "C"})
     sandbox.do({"do": "abort", "id": "B"})
@@ -228,7 +228,8 @@ def test_other_settings_play_the_same_requests() -> None:
 
 
 def test_settings_are_compared_with_the_first_settings() -> None:
-    """However often they change, with the same requests and steps, until the base is changed."""
+    """Each change of settings is compared with the first settings, for the same requests and steps, until the base is
+    changed."""
     sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
     begin = sandbox.answer()
     assert begin["before"] is None and begin["changed"] == []
@@ -264,8 +265,8 @@ def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
     assert sandbox.played.now == 0
 
 
-def test_a_removed_request_leaves_no_inputs_behind() -> None:
-    """Its inputs under other settings do not apply to the next request with its id."""
+def test_removing_a_request_removes_its_priority_changes() -> None:
+    """A priority change of a removed request does not apply to a new request with the same id."""
     sandbox = done(
         {"do": "add", "prompt": 20, "output": 40},
         {"do": "add", "prompt": 20, "output": 40, "at": 0.2},
@@ -281,7 +282,7 @@ def test_a_removed_request_leaves_no_inputs_behind() -> None:
 
 
 def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
-    """Each of 500 requests begins like the one before; a longer one has more of its own text."""
+    """Each of 500 prompts is the prompt of the previous request and one more token."""
     arrivals = [Arrival("r0", 4, 1)]
     arrivals += [Arrival(f"r{n}", 4 + n, 1, starts_like=f"r{n - 1}", num_shared_tokens=3 + n) for n in range(1, 500)]
     scene = Scene(START, tuple(arrivals))
@@ -291,8 +292,8 @@ def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
     assert len({tuple(each) for each in prompts}) == 500
 
 
-def test_every_setting_accepts_its_value_and_its_bounds() -> None:
-    """Every refusal has a remedy."""
+def test_every_setting_accepts_its_listed_values_and_its_bounds() -> None:
+    """A value is accepted, or refused with a remedy because it contradicts another setting."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
     now = sandbox.answer()["settings"]
     assert set(now) == {each.name for each in SETTINGS}
@@ -320,8 +321,8 @@ A = {"do": "add", "prompt": 64, "output": 20}
 OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([], {"do": "fly"}, "do is 'fly'; choose one of add, abort"),
     ([], {}, "do is None; choose"),
-    ([], {"do": "add", "prompt": 64}, "add needs output; give it"),
-    ([], {**A, "colour": 1}, "add has no colour; it takes prompt, output"),
+    ([], {"do": "add", "prompt": 64}, "the action add needs the field output; give it"),
+    ([], {**A, "colour": 1}, "the action add has no field colour; its fields: prompt, output"),
     ([], {**A, "prompt": 0}, "prompt is 0; it must be between 1 and 100000"),
     ([], {**A, "prompt": "many"}, "prompt is 'many'; it must be an integer between 1 and 100000"),
     ([], {**A, "output": 1.5}, "output is 1.5; it must be an integer"),
@@ -331,25 +332,25 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     (
         [A, {"do": "step"}],
         {**A, "at": 0.001},
-        "at is 0.001 s, and the time is 0.0164 s; give that or later, or reset first",
+        "at is 0.001 s, but the time is 0.0164 s already; give at least 0.0164, or reset first",
     ),
-    ([A], {**A, "id": "A"}, "id is 'A', which another request has; choose another id"),
+    ([A], {**A, "id": "A"}, "id is 'A', but another request has this id; choose another"),
     ([], {**A, "id": "x" * 61}, "it must be 1 to 60 printable characters"),
-    ([A], {**A, "like": "B"}, "like is 'B', and no request has that id; choose one of A"),
+    ([A], {**A, "like": "B"}, "like is 'B', but no request has this id; choose one of A"),
     ([A], {**A, "like": "A", "shared": 65}, "shared is 65; it must be between 1 and 64"),
-    ([A], {**A, "shared": 5}, "shared is 5, and like is not given; name the request"),
+    ([A], {**A, "shared": 5}, "shared is 5, but has no effect without like; give the id of a request"),
     ([], {**A, "priority": 2**31}, "priority is 2147483648; it must be between"),
-    ([], {"do": "step"}, "nothing is left to schedule; add a request, or reset"),
+    ([], {"do": "step"}, "there is no unfinished request; add a request, or reset"),
     ([A], {"do": "step", "count": MAX_STEPS + 1}, f"count is {MAX_STEPS + 1}; it must be between 1 and {MAX_STEPS}"),
     ([A, {"do": "step"}], {"do": "step", "count": MAX_STEPS}, f"give at most {MAX_STEPS - 1}, or reset"),
-    ([A, {"do": "run"}], {"do": "run"}, "nothing is left to schedule"),
+    ([A, {"do": "run"}], {"do": "run"}, "there is no unfinished request"),
     ([A, {"do": "run"}], {"do": "abort", "id": "A"}, "A has finished; undo steps to restore it"),
     ([A], {"do": "abort", "id": "B"}, "no request is called 'B'; choose one of A"),
     ([A], {"do": "priority", "id": "A", "priority": "high"}, "priority is 'high'; it must be an integer"),
     ([], {"do": "situation", "name": "peace"}, "no situation is called 'peace'; choose one of static"),
     ([], {"do": "compare_from_here"}, "already uses these settings; change one first"),
-    ([], {"do": "what_if"}, "what_if belongs to a situation; choose one first"),
-    ([], {"do": "settings", "settings": {}}, "these are the settings already; change one"),
+    ([], {"do": "what_if"}, "what_if needs a situation, whose change it applies; choose a situation first"),
+    ([], {"do": "settings", "settings": {}}, "the current settings already have these values; change one"),
     ([], {"do": "settings", "settings": 3}, "settings is 3; give an object"),
     ([], {"do": "settings", "settings": {"num_blocks": 0}}, "num_blocks is 0; it must be between 1 and 65536"),
     ([], {"do": "settings", "settings": {"num_blocks": "8"}}, "num_blocks is '8'; it must be an integer between"),
@@ -444,7 +445,7 @@ def test_a_request_that_never_fits_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_copied_test_passes_midway_and_can_fail(name: str) -> None:
+def test_the_copied_test_of_an_unfinished_scene_detects_other_steps(name: str) -> None:
     sandbox = done({"do": "step", "count": 23}, sandbox=situation(name))
     text = sandbox.as_test()
     run_copied(text)
@@ -465,8 +466,9 @@ def test_the_copied_test_keeps_ids() -> None:
 
 
 @pytest.mark.parametrize("name", ["static", "chunks", "thrash", "priority", "fairness"])
-def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> None:
-    """Including step times: the scene has a constant and a time for each token, which the fit finds."""
+def test_the_scene_made_from_a_film_gives_the_same_decisions(name: str) -> None:
+    """The step times are also equal: in the film a step takes a constant plus a time for each token, which the fit
+    finds."""
     played = done({"do": "run"}, sandbox=situation(name)).played
     remade = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS)
     assert remade.num_left_out == 0
@@ -477,14 +479,14 @@ def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> N
     assert [sandbox.played.figures()[each] for each in names] == [played.figures()[each] for each in names]
 
 
-def test_a_long_film_gives_a_scene_of_its_first_requests() -> None:
+def test_the_scene_made_from_a_long_film_has_its_first_requests() -> None:
     played = done({"do": "run"}, sandbox=situation("static")).played
     remade = remake(Film(io.BytesIO(played.film)), 5, 10_000)
     assert (len(remade.scene.arrivals), remade.num_left_out) == (5, 19)
     assert len(remake(Film(io.BytesIO(played.film)), 500, 50).scene.arrivals) == 3
 
 
-def test_aborts_of_a_film_are_in_the_scene() -> None:
+def test_the_scene_made_from_a_film_has_its_aborts() -> None:
     sandbox = done(A, A, {"do": "step", "count": 5}, {"do": "abort", "id": "A"}, {"do": "run"})
     remade = remake(Film(io.BytesIO(sandbox.played.film)), MAX_REQUESTS, MAX_PROMPTS)
     again = done({"do": "run"}, sandbox=Sandbox(remade.scene))
@@ -492,7 +494,7 @@ def test_aborts_of_a_film_are_in_the_scene() -> None:
     assert request(again, "A")["generated"] in (4, 5)  # its time is rounded to a microsecond
 
 
-def test_settings_of_a_film_that_a_scene_lacks_are_dropped() -> None:
+def test_the_scene_made_from_a_film_drops_unsupported_settings() -> None:
     config = SchedulerConfig(num_blocks=32, max_model_len=256, max_steps_in_flight=2, num_draft_tokens=2)
     played = play(Scene(config.replace(max_steps_in_flight=1), (Arrival("A", 20, 5),), to_the_end=True))
     scene = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS).scene

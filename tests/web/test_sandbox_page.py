@@ -58,7 +58,7 @@ def names(page: Any, part: str = "running") -> list[str]:
     return page.locator(f"[data-part={part}] .name").all_inner_texts()
 
 
-def test_the_page_adds_requests_steps_and_undoes(visit: Callable[..., Any]) -> None:
+def test_the_sandbox_page_adds_requests_steps_and_undoes(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 40, 3)
     says(page, ": 1 waiting")
@@ -86,7 +86,7 @@ def test_the_page_adds_requests_steps_and_undoes(visit: Callable[..., Any]) -> N
 
 
 def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> None:
-    """Proposed by a situation, and set by hand; the earlier figures are shown beside the current ones."""
+    """The settings are proposed by a situation, or set by hand. The first figures are shown beside the current ones."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -161,7 +161,7 @@ def test_changed_settings_must_be_played_before_copying_or_saving(visit: Callabl
 
 
 def test_attempts_with_other_settings_are_listed_in_a_table(visit: Callable[..., Any]) -> None:
-    """For the same requests: after another request the table begins again."""
+    """All attempts of a table have the same requests; after a request is added, the table is empty."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -249,7 +249,7 @@ def test_the_sandbox_page_fits_each_width_and_is_accessible(visit: Callable[...,
 
 
 def test_actions_need_the_token(server: Any) -> None:
-    """The page's own request lacks it, and every action needs it."""
+    """The page is sent without a token and does not contain it; an action without the token is refused."""
     origin = server.url.partition("/#")[0]
     with urllib.request.urlopen(origin + "/", timeout=10) as answer:
         assert server.token not in answer.read().decode()

@@ -40,7 +40,7 @@ def test_prefill_and_decode_tokens_add_up_to_all_computed() -> None:
     assert 0 <= timeline.num_prefill_tokens.sum() - sum(prompt for prompt, _ in BUSY) - lost <= resumed
 
 
-def test_curves_match_the_states_of_the_film() -> None:
+def test_curves_match_the_states_of_their_film() -> None:
     film = film_of(BUSY)
     timeline, _ = timeline_of(film)
     for frame in range(0, len(film.frames), 3):
@@ -54,7 +54,7 @@ def test_curves_match_the_states_of_the_film() -> None:
             assert timeline.blocked[frame] == state.requests[state.blocker].reason
 
 
-def test_spans_match_the_lives() -> None:
+def test_spans_of_requests_match_their_lives() -> None:
     film = film_of(BUSY)
     _, spans = timeline_of(film)
     seconds: dict[tuple[int, bool], float] = defaultdict(float)
@@ -91,7 +91,7 @@ def test_picture_of_a_busy_run_is_legible(tmp_path: Path, kind: str) -> None:
 
 
 def assert_legible(figure: Any) -> None:
-    """No two parts overlap."""
+    """Check that no two parts of the picture overlap."""
     assert [round(axes.get_position().height, 2) for axes in figure.axes] == [0.17, 0.17, 0.38, 0.17]
 
 

@@ -61,7 +61,7 @@ def test_no_script_has_its_own_copy_of_a_text() -> None:
             assert [text for text in every if text in source] == [], script.name
 
 
-def test_a_page_contains_the_words_before_its_scripts() -> None:
+def test_the_first_script_of_a_page_defines_its_words() -> None:
     page = assemble("player", "a film", scripts=("figures.js",))
     strict, words = page.split("<script>")[-1].splitlines()[:2]
     assert strict == '"use strict";'

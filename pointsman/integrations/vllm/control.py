@@ -157,13 +157,13 @@ class ControlSocket:
                     return
                 time.sleep(SECONDS_BETWEEN_TRIES)  # the process can open no file at the moment
                 continue
-            if self._places.take(connection):
+            if self._places.acquire(connection):
                 try:
                     threading.Thread(
                         target=self._serve, args=(connection,), name="pointsman-client", daemon=True
                     ).start()
                 except RuntimeError:  # the process can start no thread
-                    self._places.give_back(connection)
+                    self._places.release(connection)
                     connection.close()
             else:
                 with connection, suppress(OSError):
@@ -175,14 +175,14 @@ class ControlSocket:
             with connection, suppress(OSError):  # the client has disconnected
                 try:
                     for question in client.questions():
-                        self._places.use(connection)
+                        self._places.mark_used(connection)
                         self._reply(client, question)
-                        self._places.wait(connection)
+                        self._places.mark_idle(connection)
                 except ControlError as error:
                     client.send({"error": str(error)})
         finally:
             client.close_files()
-            self._places.give_back(connection)
+            self._places.release(connection)
 
     def _reply(self, client: Client, question: dict[str, Any]) -> None:
         try:

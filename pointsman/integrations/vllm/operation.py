@@ -330,7 +330,7 @@ class Questions:
             while True:
                 try:
                     with self._answer_turn(), self._lock:
-                        records = self._live.take(watcher)
+                        records = self._live.take_records(watcher)
                 except TooManyWatchers as error:
                     raise ControlError(str(error)) from None
                 if records:
@@ -339,7 +339,7 @@ class Questions:
                     return
         finally:
             with self._lock:
-                self._live.leave(watcher)
+                self._live.remove_watcher(watcher)
 
     # ------------------------------------------------------------------ recordings
 

@@ -11,7 +11,7 @@ SLOTS, LONG, SHORT, EQUAL = 8, 500, 10, 70
 _GROUPS = 12  # more groups of requests than the filmed steps can serve
 
 
-def _run(batching: str, long: int = LONG, short: int = SHORT) -> Run:
+def _run_example(batching: str, long: int = LONG, short: int = SHORT) -> Run:
     """Run the first 500 steps of groups of one long and seven short requests, all added at the start."""
     stage = Stage(batching=batching, max_num_seqs=SLOTS, num_blocks=512)
     for group in range(1, _GROUPS + 1):
@@ -20,7 +20,7 @@ def _run(batching: str, long: int = LONG, short: int = SHORT) -> Run:
     return stage.run(LONG)
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     static, continuous, equal = runs
     first_gap = next(step for step, output in enumerate(static.outputs) if output.num_rows < SLOTS)
     return {
@@ -36,8 +36,8 @@ def _figures(runs: list[Run]) -> Figures:
         "busy": SLOTS * SHORT + LONG - SHORT,
         "slot_steps": SLOTS * LONG,
         "after_short": SHORT + 1,
-        "served_static": _served(static),
-        "served_continuous": _served(continuous),
+        "served_static": _num_complete_requests(static),
+        "served_continuous": _num_complete_requests(continuous),
         "full": Moment(0),
         "gap": Moment(first_gap),
         "refilled": Moment(first_gap, 1, "B2"),
@@ -45,7 +45,7 @@ def _figures(runs: list[Run]) -> Figures:
     }
 
 
-def _served(run: Run) -> int:
+def _num_complete_requests(run: Run) -> int:
     """Number of requests that have all their output tokens."""
     return sum(request.num_output_tokens == request.max_tokens for request in run.requests.values())
 
@@ -72,20 +72,20 @@ LESSON = Lesson(
         Variant(
             "static, mixed lengths",
             "Admits only when nothing runs. Slots used: {used_static}.",
-            partial(_run, "static"),
+            partial(_run_example, "static"),
         ),
         Variant(
             "continuous, mixed lengths",
             "Admits in every step. Slots used: {used_continuous}.",
-            partial(_run, "mixed"),
+            partial(_run_example, "mixed"),
         ),
         Variant(
             "static, equal lengths",
             "Every output has {equal} tokens. Slots used: {used_equal}.",
-            partial(_run, "static", EQUAL, EQUAL),
+            partial(_run_example, "static", EQUAL, EQUAL),
         ),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "With static batching {slots} requests start together; {others} finish in step {short}, one takes {long} "

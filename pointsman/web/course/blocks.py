@@ -10,21 +10,21 @@ from pointsman.web.course.stage import Run, Stage
 BLOCK, LENGTHS, OUTPUT = 16, (31, 32, 33), 20
 
 
-def _run(length: int) -> Run:
+def _run_example(length: int) -> Run:
     stage = Stage(num_blocks=8, max_num_seqs=2)
     stage.add("A", length, max_tokens=OUTPUT)
     return stage.run()
 
 
-def _grows(run: Run) -> list[int]:
+def _growth_steps(run: Run) -> list[int]:
     """The steps, after the first, in which A gets a block."""
     sizes = [len(run.table(step, "A")) for step in range(run.num_steps)]
     return [step for step in range(1, run.num_steps) if sizes[step] > sizes[step - 1]]
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     below, exact, above = runs
-    step = _grows(exact)[0]
+    step = _growth_steps(exact)[0]
     return {
         "block": BLOCK,
         "below": LENGTHS[0],
@@ -38,12 +38,12 @@ def _figures(runs: list[Run]) -> Figures:
         "known": exact.known(step, "A"),
         "remainder": exact.known(step, "A") % BLOCK,
         "grown": len(exact.table(step, "A")),
-        "grows_below": Moment(_grows(below)[0], 0, "A"),
-        "known_below": below.known(_grows(below)[0], "A"),
-        "last_fit": Moment(_grows(below)[0] - 1, 0, "A"),
-        "known_fit": below.known(_grows(below)[0] - 1, "A"),
-        "grows_above": Moment(_grows(above)[0], 2, "A"),
-        "known_above": above.known(_grows(above)[0], "A"),
+        "grows_below": Moment(_growth_steps(below)[0], 0, "A"),
+        "known_below": below.known(_growth_steps(below)[0], "A"),
+        "last_fit": Moment(_growth_steps(below)[0] - 1, 0, "A"),
+        "known_fit": below.known(_growth_steps(below)[0] - 1, "A"),
+        "grows_above": Moment(_growth_steps(above)[0], 2, "A"),
+        "known_above": above.known(_growth_steps(above)[0], "A"),
     }
 
 
@@ -65,7 +65,7 @@ LESSON = Lesson(
     ),
     choice="Prompt tokens",
     variants=tuple(
-        Variant(f"{length} tokens", shows, partial(_run, length))
+        Variant(f"{length} tokens", shows, partial(_run_example, length))
         for length, shows in zip(
             LENGTHS,
             (
@@ -76,7 +76,7 @@ LESSON = Lesson(
             strict=True,
         )
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "Blocks have {block} tokens; the length of a request counts its newest sampled token. At which length does "

@@ -33,7 +33,7 @@ class _FirstChunk(Limit):
         return min(want, self.most)
 
 
-def _run(num_blocks: int, budget: int) -> Run:
+def _run_example(num_blocks: int, budget: int) -> Run:
     """Run the example: an earlier request leaves 256 tokens of D's prompt in the cache; A decodes; B and C arrive, then
     D and E."""
     limit = _FirstChunk()
@@ -60,7 +60,7 @@ def _run(num_blocks: int, budget: int) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     step = _OUTPUTS + 1
     run, short, small = runs
     tokens = run.tokens(step)
@@ -118,20 +118,20 @@ LESSON = Lesson(
         Variant(
             "128 blocks, 2,048 tokens",
             "The example is {example}; before it, its state is made.",
-            partial(_run, BLOCKS, BUDGET),
+            partial(_run_example, BLOCKS, BUDGET),
         ),
         Variant(
             "100 blocks, 2,048 tokens",
             "The document's pool: D waits at {waits} and starts at {d_starts}.",
-            partial(_run, DOCUMENT_BLOCKS, BUDGET),
+            partial(_run_example, DOCUMENT_BLOCKS, BUDGET),
         ),
         Variant(
             "128 blocks, 512 tokens",
             "D gets the {cut} tokens that are left at {cut_at}, and its other {left} at {next}.",
-            partial(_run, BLOCKS, SMALL_BUDGET),
+            partial(_run_example, BLOCKS, SMALL_BUDGET),
         ),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "In the example {after_d:,} tokens of the budget are left, and E has fewer. Why does E not start?",

@@ -52,32 +52,32 @@ def perform_all() -> list[Performed]:
 
 def course_page(performed: list[Performed]) -> str:
     """The course's page, as the text of one self-contained HTML file."""
-    data = {"lessons-data": json.dumps([_content(one) for one in performed], ensure_ascii=False).encode()}
+    data = {"lessons-data": json.dumps([_lesson_content(one) for one in performed], ensure_ascii=False).encode()}
     for number, one in enumerate(performed):
         data |= {f"film-{number}-{variant}": run.film for variant, run in enumerate(one.runs)}
     return assemble("course", TITLE, data=data)
 
 
-def _content(one: Performed) -> dict[str, Any]:
+def _lesson_content(one: Performed) -> dict[str, Any]:
     lesson = one.lesson
     return {
         "title": lesson.title,
-        "paragraphs": [_pieces(one, text) for text in lesson.paragraphs],
+        "paragraphs": [_template_pieces(one, text) for text in lesson.paragraphs],
         "choice": lesson.choice,
-        "variants": [{"name": each.name, "shows": _pieces(one, each.shows)} for each in lesson.variants],
-        "questions": [_question(one, each) for each in lesson.questions],
+        "variants": [{"name": each.name, "shows": _template_pieces(one, each.shows)} for each in lesson.variants],
+        "questions": [_question_content(one, each) for each in lesson.questions],
     }
 
 
-def _question(one: Performed, question: Question) -> dict[str, Any]:
+def _question_content(one: Performed, question: Question) -> dict[str, Any]:
     answers = [
-        {"text": one.text(answer.text), "why": _pieces(one, answer.why), "isRight": answer.is_right}
+        {"text": one.text(answer.text), "why": _template_pieces(one, answer.why), "isRight": answer.is_right}
         for answer in question.answers
     ]
     return {"text": one.text(question.text), "answers": answers}
 
 
-def _pieces(one: Performed, template: str) -> list[Any]:
+def _template_pieces(one: Performed, template: str) -> list[Any]:
     """The text of a template in the form that `course.js` reads: strings, and the data of the buttons between them."""
     return [
         piece

@@ -10,7 +10,7 @@ from pointsman.web.course.stage import STEP_TIME, Run, Stage
 PROMPT, BUDGETS, ARRIVES = 2000, (2048, 1024, 512, 256, 128), 10
 
 
-def _run(budget: int) -> Run:
+def _run_example(budget: int) -> Run:
     """Run four requests that decode when a request with a long prompt arrives."""
     stage = Stage(num_blocks=192, max_num_batched_tokens=budget)
     for name in "ABCD":
@@ -19,7 +19,7 @@ def _run(budget: int) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     whole, middle, small = runs[0], runs[2], runs[-1]
     return {
         "prompt": PROMPT,
@@ -32,21 +32,21 @@ def _figures(runs: list[Run]) -> Figures:
         "first": Moment(ARRIVES, 2, "long"),
         "middle_budget": BUDGETS[2],
         "chunk": middle.tokens(ARRIVES)["long"],
-        "chunks": _chunks(middle),
-        "last": Moment(ARRIVES + _chunks(middle) - 1, 2, "long"),
+        "chunks": _num_chunks(middle),
+        "last": Moment(ARRIVES + _num_chunks(middle) - 1, 2, "long"),
         "middle": millis(middle.longest_itl("A")),
         "ttft_whole": millis(whole.ttft("long")),
         "ttft_middle": millis(middle.ttft("long")),
         "small_budget": BUDGETS[-1],
         "small": millis(small.longest_itl("A")),
         "ttft_small": millis(small.ttft("long")),
-        "small_chunks": _chunks(small),
+        "small_chunks": _num_chunks(small),
         **{f"itl_{budget}": millis(run.longest_itl("A")) for budget, run in zip(BUDGETS, runs, strict=True)},
         **{f"ttft_{budget}": millis(run.ttft("long")) for budget, run in zip(BUDGETS, runs, strict=True)},
     }
 
 
-def _chunks(run: Run) -> int:
+def _num_chunks(run: Run) -> int:
     """Number of steps that compute the long prompt."""
     return sum(run.tokens(step).get("long", 0) > 1 for step in range(run.num_steps))
 
@@ -74,11 +74,11 @@ LESSON = Lesson(
         Variant(
             f"{budget:,}, {'the whole prompt' if index == 0 else 'chunks'}",
             _SHOWS % (budget, budget),
-            partial(_run, budget),
+            partial(_run_example, budget),
         )
         for index, budget in enumerate(BUDGETS)
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "Users complain that output stutters whenever a long prompt arrives. What helps?",

@@ -12,7 +12,7 @@ ASKED = 6
 """The last step that was decided before `explain` is called."""
 
 
-def _stage(**settings: Any) -> Stage:
+def _make_stage(**settings: Any) -> Stage:
     """The stage of a variant; in every variant, `explain` is called for C and D after the same step."""
     stage = Stage(**{"num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64, **settings})
 
@@ -24,8 +24,8 @@ def _stage(**settings: Any) -> Stage:
     return stage
 
 
-def _blocks() -> Run:
-    stage = _stage(num_blocks=11)
+def _run_without_blocks() -> Run:
+    stage = _make_stage(num_blocks=11)
     stage.add("A", 60, max_tokens=12)
     stage.add("B", 60, max_tokens=18)
     stage.add("C", 60, max_tokens=6, step=3)
@@ -33,8 +33,8 @@ def _blocks() -> Run:
     return stage.run()
 
 
-def _slots() -> Run:
-    stage = _stage(max_num_seqs=2)
+def _run_without_slots() -> Run:
+    stage = _make_stage(max_num_seqs=2)
     stage.add("A", 20, max_tokens=10)
     stage.add("B", 20, max_tokens=16)
     stage.add("C", 20, max_tokens=6, step=3)
@@ -42,8 +42,8 @@ def _slots() -> Run:
     return stage.run()
 
 
-def _budget() -> Run:
-    stage = _stage()
+def _run_without_budget() -> Run:
+    stage = _make_stage()
     stage.add("A", 20, max_tokens=12)
     stage.add("B", 200, max_tokens=6, step=5)
     stage.add("C", 60, max_tokens=6, step=5)
@@ -51,8 +51,8 @@ def _budget() -> Run:
     return stage.run()
 
 
-def _grammar() -> Run:
-    stage = _stage()
+def _run_without_grammar() -> Run:
+    stage = _make_stage()
     stage.add("A", 20, max_tokens=12)
     stage.add("C", 20, max_tokens=6, step=3, park=ParkReason.GRAMMAR)
     stage.add("D", 20, max_tokens=6, step=4)
@@ -60,7 +60,7 @@ def _grammar() -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     found: dict[str, Figure] = {}
     for index, (name, run) in enumerate(zip(("blocks", "slots", "budget", "grammar"), runs, strict=True)):
         found[f"c_{name}"] = run.notes["C"].sentence
@@ -99,12 +99,12 @@ LESSON = Lesson(
     ),
     choice="C waits for",
     variants=(
-        Variant("blocks", "After {at_blocks}: “{c_blocks}” It starts at {start_blocks}.", _blocks),
-        Variant("a sequence slot", "After {at_slots}: “{c_slots}” It starts at {start_slots}.", _slots),
-        Variant("the budget", "After {at_budget}: “{c_budget}” It starts at {start_budget}.", _budget),
-        Variant("its grammar", "After {at_grammar}: “{c_grammar}” It starts at {start_grammar}.", _grammar),
+        Variant("blocks", "After {at_blocks}: “{c_blocks}” It starts at {start_blocks}.", _run_without_blocks),
+        Variant("a sequence slot", "After {at_slots}: “{c_slots}” It starts at {start_slots}.", _run_without_slots),
+        Variant("the budget", "After {at_budget}: “{c_budget}” It starts at {start_budget}.", _run_without_budget),
+        Variant("its grammar", "After {at_grammar}: “{c_grammar}” It starts at {start_grammar}.", _run_without_grammar),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "`explain` says: “{d_slots}” What lets D start sooner?",

@@ -97,7 +97,7 @@ class Performed:
             if name is not None:
                 figure = self.figures[name]
                 found.append(figure if isinstance(figure, Moment) else format(figure, spec or ""))
-        return _joined(found)
+        return _join_texts(found)
 
     def text(self, template: str) -> str:
         """A template as plain text."""
@@ -125,7 +125,7 @@ def perform(lesson: Lesson) -> Performed:
     return Performed(lesson, runs, lesson.figures(runs))
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def _join_texts(pieces: list[Piece]) -> list[Piece]:
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, str) and found and isinstance(found[-1], str):

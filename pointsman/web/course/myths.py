@@ -10,7 +10,7 @@ from pointsman.web.course.stage import Run, Stage
 BLOCKS, ENOUGH = 9, 32
 
 
-def _run(num_blocks: int) -> Run:
+def _run_example(num_blocks: int) -> Run:
     """Run three requests that arrive and finish at different times."""
     stage = Stage(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=32)
     stage.add("A", 30, max_tokens=44)
@@ -19,16 +19,16 @@ def _run(num_blocks: int) -> Run:
     return stage.run()
 
 
-def changes(run: Run) -> list[int]:
+def _steps_with_changes(run: Run) -> list[int]:
     """The steps whose requests differ from the requests of the previous step."""
     return [step for step in range(1, run.num_steps) if run.tokens(step).keys() != run.tokens(step - 1).keys()]
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     short, large = runs
     (preempted,) = short.preemptions()
     mixed = short.starts("C")[0]
-    changed = changes(short)
+    changed = _steps_with_changes(short)
     state = short.state(mixed).requests
     equal = [
         short.requests[name].output_token_ids.tolist() == large.requests[name].output_token_ids.tolist()
@@ -78,10 +78,10 @@ LESSON = Lesson(
     ),
     choice="Pool",
     variants=(
-        Variant("9 blocks", "C is preempted at {preempted} and done at {end}.", partial(_run, BLOCKS)),
-        Variant("32 blocks", "No request is preempted; C is done at {end_large}.", partial(_run, ENOUGH)),
+        Variant("9 blocks", "C is preempted at {preempted} and done at {end}.", partial(_run_example, BLOCKS)),
+        Variant("32 blocks", "No request is preempted; C is done at {end_large}.", partial(_run_example, ENOUGH)),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "A request was preempted while a caller read its stream. What does the caller see?",

@@ -10,7 +10,7 @@ from pointsman.web.course.stage import Run, Stage
 BLOCKS, ENOUGH = 13, 24
 
 
-def _run(num_blocks: int, caches: bool = True) -> Run:
+def _run_example(num_blocks: int, caches: bool = True) -> Run:
     """Run A, B and C, which fill the pool, and D, which arrives while they run."""
     stage = Stage(num_blocks=num_blocks, max_num_seqs=4, enable_prefix_caching=caches)
     stage.add("A", 40, max_tokens=14)
@@ -20,7 +20,7 @@ def _run(num_blocks: int, caches: bool = True) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     run, without, large = runs
     (preempted,) = run.preemptions("C")
     step, resumed = preempted.step, run.starts("C")[1]
@@ -74,16 +74,16 @@ LESSON = Lesson(
         Variant(
             "13 blocks",
             "C is preempted at {step} and resumes at {resumed} with {cached} cached tokens.",
-            partial(_run, BLOCKS),
+            partial(_run_example, BLOCKS),
         ),
         Variant(
             "13 blocks, no prefix cache",
             "C loses {lost_without} tokens and computes all of them again at {resumed_without}.",
-            partial(_run, BLOCKS, False),
+            partial(_run_example, BLOCKS, False),
         ),
-        Variant("24 blocks", "The pool holds all four: {none} preemptions.", partial(_run, ENOUGH)),
+        Variant("24 blocks", "The pool holds all four: {none} preemptions.", partial(_run_example, ENOUGH)),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "A preempted request goes to the front of the waiting queue, not to the end. Why?",

@@ -10,7 +10,7 @@ from pointsman.web.course.stage import Run, Stage
 SYSTEM, OWN, BLOCK = 70, 20, 16
 
 
-def _run(caches: bool = True, stamped: bool = False) -> Run:
+def _run_example(caches: bool = True, stamped: bool = False) -> Run:
     """Run A and B, which arrive together, and C, which arrives later. All begin with the same system prompt; if
     `stamped`, each has its own time stamp before it."""
     stage = Stage(num_blocks=32, max_num_seqs=4, enable_prefix_caching=caches)
@@ -23,7 +23,7 @@ def _run(caches: bool = True, stamped: bool = False) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     run, off, stamped = runs
     together, late = run.starts("A")[0], run.starts("C")[0]
     return {
@@ -70,17 +70,21 @@ LESSON = Lesson(
     ),
     choice="Prompts",
     variants=(
-        Variant("common part first", "B and C find {cached} tokens each; {computed} are computed in all.", _run),
         Variant(
-            "no prefix cache", "Nothing is shared; {computed_off} tokens are computed.", partial(_run, caches=False)
+            "common part first", "B and C find {cached} tokens each; {computed} are computed in all.", _run_example
+        ),
+        Variant(
+            "no prefix cache",
+            "Nothing is shared; {computed_off} tokens are computed.",
+            partial(_run_example, caches=False),
         ),
         Variant(
             "a time stamp first",
             "The first token differs, so nothing after it is shared; {computed_stamped} tokens are computed.",
-            partial(_run, stamped=True),
+            partial(_run_example, stamped=True),
         ),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "Each prompt has a long instruction, and the present time in it. Where should the time stand?",

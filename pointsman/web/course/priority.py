@@ -11,7 +11,7 @@ from pointsman.web.course.stage import Run, Stage
 SLOTS, URGENT, EVERY = 2, 16, 4
 
 
-def _run(**settings: Any) -> Run:
+def _run_example(**settings: Any) -> Run:
     """Run two requests of low priority, a third that waits, and a stream of urgent requests that fills both slots."""
     stage = Stage(max_num_seqs=SLOTS, num_blocks=64, **settings)
     for name in ("patient-1", "patient-2", "patient-3"):
@@ -23,7 +23,7 @@ def _run(**settings: Any) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     fcfs, priority, calm, fair = runs
     displaced = priority.preemptions()[0]
     last = f"urgent-{URGENT}"
@@ -70,24 +70,24 @@ LESSON = Lesson(
     ),
     choice="Order",
     variants=(
-        Variant("fcfs", "In order of arrival: patient-3 starts at {fcfs_start}.", _run),
+        Variant("fcfs", "In order of arrival: patient-3 starts at {fcfs_start}.", _run_example),
         Variant(
             "priority",
             "Urgent requests preempt patient ones; patient-3 starts at {starved}.",
-            partial(_run, order="priority"),
+            partial(_run_example, order="priority"),
         ),
         Variant(
             "priority, without preemption",
             "Urgent requests start first, and preempt nothing; patient-3 starts at {starved_calm}.",
-            partial(_run, order="priority", displace=False),
+            partial(_run_example, order="priority", displace=False),
         ),
         Variant(
             "fair",
             "Urgent and patient requests are two tenants, served alternately; patient-3 starts at {fair_start}.",
-            partial(_run, order="fair"),
+            partial(_run_example, order="fair"),
         ),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "Under `priority`, patient requests never finish while an urgent stream fills the server. Is that an error "

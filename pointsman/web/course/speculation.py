@@ -13,7 +13,7 @@ from pointsman.web.course.stage import Run, Stage, next_token
 DRAFTS, OUTPUT = 3, 24
 
 
-def _run(num_right: int | None) -> Run:
+def _run_example(num_right: int | None) -> Run:
     """Run two requests. In each proposal the first `num_right` drafts equal the tokens that the model samples; None: no
     drafts."""
 
@@ -36,7 +36,7 @@ def _run(num_right: int | None) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     none, right, one, wrong = runs
     verified = sum(request.num_draft_tokens for request in one.requests.values())
     accepted = sum(request.num_accepted_tokens for request in one.requests.values())
@@ -89,12 +89,20 @@ LESSON = Lesson(
     ),
     choice="Drafts",
     variants=(
-        Variant("none", "{steps_none} steps, {time_none}.", partial(_run, None)),
-        Variant("all right", "{steps_right} steps, {time_right}.", partial(_run, DRAFTS)),
-        Variant("the first right", "{steps_one} steps, {time_one}; {computed_one} tokens computed.", partial(_run, 1)),
-        Variant("all wrong", "{steps_wrong} steps, {time_wrong}; {computed_wrong} tokens computed.", partial(_run, 0)),
+        Variant("none", "{steps_none} steps, {time_none}.", partial(_run_example, None)),
+        Variant("all right", "{steps_right} steps, {time_right}.", partial(_run_example, DRAFTS)),
+        Variant(
+            "the first right",
+            "{steps_one} steps, {time_one}; {computed_one} tokens computed.",
+            partial(_run_example, 1),
+        ),
+        Variant(
+            "all wrong",
+            "{steps_wrong} steps, {time_wrong}; {computed_wrong} tokens computed.",
+            partial(_run_example, 0),
+        ),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "Of {drafts} drafts the first is right, the second wrong, and the third is the model's token after the "

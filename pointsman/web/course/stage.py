@@ -238,7 +238,7 @@ class Stage:
         return list(range(self._next_token - length, self._next_token))
 
     def at(self, step: int, action: Callable[[], object]) -> None:
-        """Run an action before a step is decided."""
+        """Let `run` call `action` immediately before it decides a step."""
         self._events.setdefault(step, []).append(action)
 
     def add(
@@ -292,7 +292,7 @@ class Stage:
         rows = zip(output.num_computed_tokens.tolist(), output.num_scheduled_tokens.tolist(), strict=True)
         self.now += STEP_TIME.of_step(StepLoad.of_rows(list(rows)))
         self._times.append(self.now)
-        update = self.scheduler.update(output, _sampled(output), self.now)
+        update = self.scheduler.update(output, _step_output(output), self.now)
         self._steps.append((output, update))
         if self._drafter is not None:
             drafts = [
@@ -308,7 +308,7 @@ def next_token(tokens: npt.NDArray[np.integer]) -> int:
     return int(tokens.sum(dtype=np.int64) * 31 + len(tokens)) % 997
 
 
-def _sampled(output: SchedulerOutput) -> StepResult:
+def _step_output(output: SchedulerOutput) -> StepResult:
     """The step's result: for each row that samples, the correct drafts and the next token."""
     sampled: list[list[int]] = []
     drafts, offset = output.draft_token_ids.tolist(), 0

@@ -10,7 +10,7 @@ _READY = 5
 """The step before which the resource of the parked request becomes available."""
 
 
-def _plain() -> Run:
+def _run_plain() -> Run:
     """Run requests with one sequence slot, and a token budget that splits the prompt of R into two chunks."""
     stage = Stage(max_num_seqs=1, max_num_batched_tokens=32, num_blocks=16)
     stage.add("A", 16, max_tokens=3)
@@ -18,7 +18,7 @@ def _plain() -> Run:
     return stage.run()
 
 
-def _parked(reason: ParkReason) -> Run:
+def _run_parked(reason: ParkReason) -> Run:
     stage = Stage(max_num_seqs=2, num_blocks=16)
     stage.add("R", 32, max_tokens=4, park=reason)
     stage.add("A", 16, max_tokens=8)
@@ -26,7 +26,7 @@ def _parked(reason: ParkReason) -> Run:
     return stage.run()
 
 
-def _in_parts() -> Run:
+def _run_prompt_parts() -> Run:
     stage = Stage(max_num_seqs=2, num_blocks=16)
     stage.add("R", 32, max_tokens=0, more_input=True)
     stage.add("A", 16, max_tokens=8)
@@ -35,7 +35,7 @@ def _in_parts() -> Run:
     return stage.run()
 
 
-def _preempted() -> Run:
+def _run_preempted() -> Run:
     """Run A and R, which fill the pool. A is the first that needs another block, so R, which was admitted last, is
     preempted."""
     stage = Stage(max_num_seqs=2, num_blocks=5)
@@ -44,7 +44,7 @@ def _preempted() -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     plain, grammar, _, parts, preempted = runs
     (first,) = plain.starts("R")
     decoding = next(step for step in range(first, plain.num_steps) if plain.tokens(step)["R"] == 1)
@@ -89,23 +89,25 @@ LESSON = Lesson(
     ),
     choice="R waits for",
     variants=(
-        Variant("a slot", "Waiting, prefill in two steps, decoding, finished.", _plain),
+        Variant("a slot", "Waiting, prefill in two steps, decoding, finished.", _run_plain),
         Variant(
-            "its grammar", "R is parked from {parked} on, and starts at {ready}.", lambda: _parked(ParkReason.GRAMMAR)
+            "its grammar",
+            "R is parked from {parked} on, and starts at {ready}.",
+            lambda: _run_parked(ParkReason.GRAMMAR),
         ),
         Variant(
             "KV from elsewhere",
             "R is parked at {remote} until another machine has sent its KV.",
-            lambda: _parked(ParkReason.REMOTE_KVS),
+            lambda: _run_parked(ParkReason.REMOTE_KVS),
         ),
         Variant(
             "more input",
             "R's prompt comes in parts: the first is complete at {part_done}, the next one starts at {next_part}.",
-            _in_parts,
+            _run_prompt_parts,
         ),
-        Variant("blocks, preempted", "R loses its blocks at {preempted} and resumes at {resumed}.", _preempted),
+        Variant("blocks, preempted", "R loses its blocks at {preempted} and resumes at {resumed}.", _run_preempted),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "The oldest request waits for its grammar. What do the requests behind it do?",

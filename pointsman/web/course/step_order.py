@@ -8,7 +8,7 @@ from pointsman.web.course.stage import Run, Stage
 BLOCKS = 10
 
 
-def _run(ahead: bool) -> Run:
+def _run_example(ahead: bool) -> Run:
     """Run A and B, which hold most of the pool, and D, which needs the blocks of A."""
     stage = Stage(num_blocks=BLOCKS, max_num_seqs=4, ahead=ahead)
     stage.add("A", 60, max_tokens=4)
@@ -17,7 +17,7 @@ def _run(ahead: bool) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     run, ahead = runs
     (start,), (late,) = run.starts("D"), ahead.starts("D")
     waits = run.waits("D")[0]
@@ -52,14 +52,16 @@ LESSON = Lesson(
     ),
     choice="The next step is decided",
     variants=(
-        Variant("when the result is back", "D starts at {start}, in the step after A's last.", lambda: _run(False)),
+        Variant(
+            "when the result is back", "D starts at {start}, in the step after A's last.", lambda: _run_example(False)
+        ),
         Variant(
             "one step ahead",
             "D starts at {late}: A's last token came too late for the step before.",
-            lambda: _run(True),
+            lambda: _run_example(True),
         ),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "The scheduler frees finished requests before it gives blocks to others. Why does this order matter?",

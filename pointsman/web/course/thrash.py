@@ -12,7 +12,7 @@ REQUESTS, BLOCKS, WATERMARK, SEQS, BUDGET, SMALL_BUDGET = 32, 48, 0.15, 5, 512, 
 _NAMES = ("plain", "mark", "seqs", "budget", "more")
 
 
-def _run(**settings: Any) -> Run:
+def _run_example(**settings: Any) -> Run:
     """Run requests with prompts of three or four blocks that grow to seven or nine blocks; a new request arrives every
     second step."""
     values = {"num_blocks": BLOCKS, "max_num_seqs": 16, "max_num_batched_tokens": BUDGET, **settings}
@@ -22,7 +22,7 @@ def _run(**settings: Any) -> Run:
     return stage.run()
 
 
-def _figures(runs: list[Run]) -> Figures:
+def _compute_figures(runs: list[Run]) -> Figures:
     plain, mark = runs[:2]
     found: dict[str, Figure] = {}
     for name, run in zip(_NAMES, runs, strict=True):
@@ -83,13 +83,17 @@ LESSON = Lesson(
     ),
     choice="Response",
     variants=(
-        Variant("none", _SHOWS.replace("%s", "plain"), _run),
-        Variant("a watermark", _SHOWS.replace("%s", "mark"), partial(_run, watermark=WATERMARK)),
-        Variant("fewer sequences", _SHOWS.replace("%s", "seqs"), partial(_run, max_num_seqs=SEQS)),
-        Variant("a smaller budget", _SHOWS.replace("%s", "budget"), partial(_run, max_num_batched_tokens=SMALL_BUDGET)),
-        Variant("twice the blocks", _SHOWS.replace("%s", "more"), partial(_run, num_blocks=2 * BLOCKS)),
+        Variant("none", _SHOWS.replace("%s", "plain"), _run_example),
+        Variant("a watermark", _SHOWS.replace("%s", "mark"), partial(_run_example, watermark=WATERMARK)),
+        Variant("fewer sequences", _SHOWS.replace("%s", "seqs"), partial(_run_example, max_num_seqs=SEQS)),
+        Variant(
+            "a smaller budget",
+            _SHOWS.replace("%s", "budget"),
+            partial(_run_example, max_num_batched_tokens=SMALL_BUDGET),
+        ),
+        Variant("twice the blocks", _SHOWS.replace("%s", "more"), partial(_run_example, num_blocks=2 * BLOCKS)),
     ),
-    figures=_figures,
+    figures=_compute_figures,
     questions=(
         Question(
             "`vllm:num_preemptions` rises steadily. What do you try first?",

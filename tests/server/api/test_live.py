@@ -70,6 +70,6 @@ def test_watcher_beyond_the_maximum_is_refused(http: httpx.Client) -> None:
     streams = [http.stream("GET", "/live/film") for _ in range(17)]
     answers = [stream.__enter__() for stream in streams]
     assert [answer.status_code for answer in answers] == [200] * 16 + [503]
-    assert b"16 pages watch already; close one of them" in answers[-1].read()
+    assert b"16 pages, the maximum, already show this engine live; close one of them" in answers[-1].read()
     for stream in streams:
         stream.__exit__(None, None, None)
