@@ -518,7 +518,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if self._is_over:
             raise StopAsyncIteration
         if self._is_reading:
-            raise RuntimeError(f"two tasks read the stream of {self.request_id!r} at once; let one do it")
+            raise RuntimeError(f"request {self.request_id!r}: two tasks read its stream; read it in one task")
         self._is_reading = True
         try:
             if not self._is_started:

@@ -51,7 +51,7 @@ class InputFeed:
         async for part in self._parts:
             if len(part):
                 return part
-        raise ValueError("the prompt's iterator ended without a part; give at least one")
+        raise ValueError("the prompt's iterator yielded no part with tokens or text; yield at least one")
 
     def start(self) -> None:
         """Start a task that feeds the remaining parts; the request has been queued with the first part."""

@@ -60,7 +60,9 @@ def choose_attention(
     if not isinstance(choice, str):
         return choice(layers, device)
     if choice not in ATTENTION_NAMES:
-        raise ValueError(f"attention is {choice!r}; choose one of {', '.join(ATTENTION_NAMES)}, or give a class")
+        raise ValueError(
+            f"attention is {choice!r}; choose one of {', '.join(ATTENTION_NAMES)}, or give a backend class"
+        )
     if choice == "torch":
         return TorchAttention(layers, device)
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
@@ -80,7 +82,9 @@ def _triton(
     except (ImportError, ValueError) as error:
         if is_asked_for:
             raise ValueError(f"attention is 'triton', which cannot run here: {first_line(error)}") from error
-        logger.warning("attention is plain PyTorch, which is slower: %s", first_line(error))
+        logger.warning(
+            "attention uses plain PyTorch, which is slower, because Triton cannot be used: %s", first_line(error)
+        )
         return TorchAttention(layers, device)
 
 
@@ -93,7 +97,7 @@ def _numba(
     except ImportError as error:
         if is_asked_for:
             raise ValueError(f"attention is 'numba', which cannot be imported ({error}); pip install numba") from error
-        logger.warning("numba cannot be imported (%s); attention is plain PyTorch, which is slower", error)
+        logger.warning("numba cannot be imported (%s); attention uses plain PyTorch, which is slower", error)
         return TorchAttention(layers, device)
     if dtype not in STORAGE:
         if is_asked_for:

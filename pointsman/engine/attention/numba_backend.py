@@ -134,7 +134,7 @@ class NumbaAttention:
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cpu") -> None:
         if torch.device(device).type != "cpu":
-            raise ValueError(f"the compiled attention backend runs on a CPU, not on {device}; use TorchAttention")
+            raise ValueError(f"the numba attention backend runs on a CPU, not on {device}; use torch or triton")
         self.layers = tuple(layers)
 
     def plan(self, batch: PagedBatch) -> NumbaPlan:

@@ -271,7 +271,9 @@ class PagedLayer:
         beat()
         context, index = self.context, self.index
         if not context.plans or context.pool is None or context.backend is None:
-            raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")
+            raise RuntimeError(
+                "an engine's model was called outside a step of the engine; load another copy of the model"
+            )
         pool = context.pool
         return context.backend, context.plans[pool.group_of[index]], pool.keys[index], pool.values[index]
 

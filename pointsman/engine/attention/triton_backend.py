@@ -115,7 +115,9 @@ class TritonAttention:
             raise ValueError(f"the Triton attention backend runs on a GPU, not on {device}; use numba or torch")
         largest = max(max(shape.k_dim, shape.v_dim) for shape in layers)
         if largest > MAX_HEAD_DIM:
-            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {MAX_HEAD_DIM}")
+            raise ValueError(
+                f"a head has {largest} elements; Triton attention supports at most {MAX_HEAD_DIM}; use torch"
+            )
         self.layers = tuple(layers)
         self._max_tile_rows = max_tile_rows(largest * dtype.itemsize)
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})

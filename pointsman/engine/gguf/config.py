@@ -144,8 +144,8 @@ def config_fields(gguf: GGUFFile) -> Fields:
         fields[name] = gguf.count(f"{prefix}.{key}")
     if fields["num_hidden_layers"] > len(gguf.tensors):
         raise ModelLoadError(
-            f"{gguf.path}: {prefix}.block_count is {fields['num_hidden_layers']}, and the file holds "
-            f"{len(gguf.tensors)} tensors; they do not belong together"
+            f"{gguf.path}: {prefix}.block_count is {fields['num_hidden_layers']}, but the file has only "
+            f"{len(gguf.tensors)} tensors; convert the model again"
         )
     fields["num_key_value_heads"] = gguf.count(f"{prefix}.attention.head_count_kv", fields["num_attention_heads"])
     fields["rms_norm_eps"] = gguf.number(f"{prefix}.attention.layer_norm_rms_epsilon")
@@ -216,8 +216,8 @@ def _add_heads(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
     if num_rotated != head_dim:
         if prefix != "phi3" or num_rotated > head_dim:
             raise UnsupportedModel(
-                f"{gguf.path}: {prefix}.rope.dimension_count is {num_rotated} and a head has {head_dim} elements; "
-                f"models of {prefix} that rotate part of a head are not supported here"
+                f"{gguf.path}: {prefix}.rope.dimension_count is {num_rotated}, but a head has {head_dim} elements; "
+                f"{prefix} models in which the two numbers differ are not supported here"
             )
         rope["partial_rotary_factor"] = num_rotated / head_dim
     _scale_rope(gguf, prefix, fields, rope, num_rotated)
@@ -230,7 +230,8 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
     if ROPE_FACTORS in gguf.tensors:
         if kind != "none":
             raise UnsupportedModel(
-                f"{gguf.path} has {ROPE_FACTORS} and {scaling}.type {kind!r}; only one of them is supported"
+                f"{gguf.path} has both the tensor {ROPE_FACTORS} and {scaling}.type {kind!r}; convert the model with "
+                "one of the two"
             )
         _scale_llama3(gguf, rope, num_rotated)
     elif LONG_FACTORS in gguf.tensors:
@@ -252,8 +253,8 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
                 raise UnsupportedModel(f"{gguf.path}: {scaling}.attn_factor is {factor}, which is not supported here")
     elif kind != "none":
         raise UnsupportedModel(
-            f"{gguf.path}: {scaling}.type is {represented(kind)}, and the file has no rope factors; without them, "
-            "only none, linear and yarn are supported"
+            f"{gguf.path}: {scaling}.type is {represented(kind)}; in a file without tensors of rope factors, only "
+            "none, linear and yarn are supported"
         )
 
 
@@ -271,8 +272,8 @@ def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     if not np.allclose(1 / factors, (1 - smooth) / factor + smooth, rtol=1e-4, atol=0):
         raise UnsupportedModel(
-            f"{gguf.path}: {ROPE_FACTORS} does not hold the factors of a Llama 3.1 to 3.3 model; give the model's "
-            "directory in the Hugging Face format"
+            f"{gguf.path}: {ROPE_FACTORS} does not have the rotary factors of a Llama 3.1 to 3.3 model; give the "
+            "model's directory in the Hugging Face format"
         )
     if factor != 1:
         rope.update({"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE})
@@ -287,7 +288,7 @@ def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.floa
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (num_rotated // 2,):
         raise ModelLoadError(
-            f"{gguf.path} needs a tensor {name} of {num_rotated // 2} numbers; convert the model again"
+            f"{gguf.path} has no tensor {name} of {num_rotated // 2} float32 numbers; convert the model again"
         )
     factors = tensor.data.view("<f4")
     if not (np.isfinite(factors).all() and (factors > 0).all()):
@@ -344,7 +345,7 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
         slides = gguf.numbers(key).astype(bool).tolist()
         if len(slides) != num_layers:
             raise ModelLoadError(
-                f"{gguf.path}: {key} has {len(slides)} values for {num_layers} layers; convert it again"
+                f"{gguf.path}: {key} has {len(slides)} values, but the model has {num_layers} layers; convert it again"
             )
     else:
         every = gguf.count(key, every)

@@ -182,7 +182,7 @@ class GGUFFile:
     def _value(self, key: str, default: Any) -> Any:
         value = self.metadata.get(key, default)
         if value is None:
-            raise ModelLoadError(f"{self.path} has no {key}; convert the model again")
+            raise ModelLoadError(f"{self.path} has no field {key}; convert the model again")
         return value
 
     def _wrong_value_error(self, key: str, wanted: str) -> ModelLoadError:
@@ -224,7 +224,7 @@ def read_gguf(path: Path) -> GGUFFile:
     num_tensors = metadata.get("split.tensors.count", len(tensors))
     if num_tensors != len(tensors):
         raise ModelLoadError(
-            f"{parts[0]}: split.tensors.count is {represented(num_tensors)}, and the parts hold {len(tensors)} "
+            f"{parts[0]}: split.tensors.count is {represented(num_tensors)}, but the parts have {len(tensors)} "
             "tensors; copy all parts again"
         )
     return GGUFFile(parts[0], parts, metadata, tensors)
@@ -237,13 +237,15 @@ def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
         raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")
     if name is None:
         raise ModelLoadError(
-            f"{path} is one of {num_parts} parts, and its name has no part number; name the parts "
+            f"{path} is one of {num_parts} parts, but its name has no part number; name the parts "
             f"NAME-00001-of-{num_parts:05}.gguf and so on"
         )
     parts = [path.with_name(f"{name['name']}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
     for part in parts:
         if not part.is_file():
-            raise ModelLoadError(f"{part} is missing; the model has {num_parts} parts, copy all of them there")
+            raise ModelLoadError(
+                f"{part} is missing; the model has {num_parts} parts, copy all of them to this directory"
+            )
     return tuple(parts)
 
 
@@ -262,7 +264,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     cursor.take(len(MAGIC))
     version = cursor.number(4)
     if version not in VERSIONS:
-        kind = "of the other byte order" if version and not version & 0xFFFF else f"of version {version}"
+        kind = "of big-endian numbers" if version and not version & 0xFFFF else f"of version {version}"
         raise UnsupportedModel(f"{path} is a GGUF file {kind}; supported are versions 2 and 3; convert the model again")
     num_tensors, num_fields = cursor.number(10), cursor.number(10)
     for what, value, limit in (("tensors", num_tensors, MAX_TENSORS), ("fields", num_fields, MAX_FIELDS)):
@@ -350,8 +352,8 @@ class _Cursor:
         start, end = self.at, self.at + num_bytes
         if end > len(self.data):
             raise ModelLoadError(
-                f"{self.path}: {self.place} takes {num_bytes:,} bytes from byte {start:,}, and the file has "
-                f"{len(self.data):,}; {COPY_AGAIN}"
+                f"{self.path}: {self.place} needs {num_bytes:,} bytes from byte {start:,} on, but the file has "
+                f"only {len(self.data):,} bytes; {COPY_AGAIN}"
             )
         self.at = end
         return self.data[start:end]
@@ -365,7 +367,7 @@ class _Cursor:
         length = self.number(10)
         if length > max_bytes:
             raise ModelLoadError(
-                f"{self.path}: {self.place} has {length:,} bytes of at most {max_bytes:,}; {COPY_AGAIN}"
+                f"{self.path}: {self.place} has {length:,} bytes, more than {max_bytes:,}; {COPY_AGAIN}"
             )
         try:
             return str(self.take(length), "utf-8")
@@ -379,7 +381,7 @@ class _Cursor:
         if kind == _TEXT:
             return self.text(MAX_SETTINGS)
         if kind != _ARRAY:
-            raise ModelLoadError(f"{self.path}: {self.place} is of the unknown type {kind}; {COPY_AGAIN}")
+            raise ModelLoadError(f"{self.path}: {self.place} has a value of the unknown type {kind}; {COPY_AGAIN}")
         kind, length = self.number(4), self.number(10)
         if kind in _NUMBERS:
             dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")

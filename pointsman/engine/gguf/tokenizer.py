@@ -113,7 +113,7 @@ def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
     types = gguf.numbers("tokenizer.ggml.token_type").tolist()
     if len(types) != len(tokens):
         raise ModelLoadError(
-            f"{gguf.path}: tokenizer.ggml.token_type has {len(types)} values and {key} {len(tokens)}; convert the "
+            f"{gguf.path}: tokenizer.ggml.token_type has {len(types)} values, but {key} has {len(tokens)}; convert the "
             "model again"
         )
     while types and types[-1] == UNUSED:
@@ -129,8 +129,8 @@ def _make_byte_level_bpe(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[
         left, _, right = merge.partition(" ")
         if not right:
             raise ModelLoadError(
-                f"{gguf.path}: tokenizer.ggml.merges[{at}] is {represented(merge)}; it must be two tokens; convert the "
-                "model again"
+                f"{gguf.path}: tokenizer.ggml.merges[{at}] is {represented(merge)}; it must be two tokens with a space "
+                "between them; convert the model again"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(_vocabulary(gguf, tokens), merges, ignore_merges=pre.ignores_merges))
@@ -236,7 +236,7 @@ def _wrap_tokenizer(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str],
         if (index := token_id(gguf, key)) is not None:
             if index >= len(tokens):
                 raise ModelLoadError(
-                    f"{gguf.path}: {key} is {index}, and there are {len(tokens)} tokens; convert it again"
+                    f"{gguf.path}: {key} is {index}, but there are only {len(tokens)} tokens; convert the model again"
                 )
             names[name] = tokens[index]
     steps: list[Any] = (

@@ -148,8 +148,8 @@ class _Stage:
         except CapacityError as error:
             max_held = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
             raise GrammarQueueFullError(
-                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
-                f"{max_held} now, and {error.total} of all, of at most {error.size}; try again later"
+                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant (at most "
+                f"{max_held} now) and {error.total} of all tenants (at most {error.size}); try again later"
             ) from None
         job.queued[tenant] = self._queue.put(tenant, job)
         job.stage = self
@@ -355,7 +355,7 @@ class GrammarCompiler:
         if not self._has_tokenizer:
             raise GrammarError("structured output needs a tokenizer, and the model has none")
         if not self._stop_token_ids:
-            raise GrammarError("structured output needs an EOS token to end a text with, and the model names none")
+            raise GrammarError("structured output needs an EOS token, and the model's configuration names none")
         if find_spec("xgrammar") is None:
             raise GrammarError("structured output needs the package xgrammar; pip install 'pointsman[engine]'")
 
@@ -535,6 +535,6 @@ def _start_and_compile(
     except Cancelled:
         return
     except Exception as error:  # a request that meets the same error reports it again
-        logger.warning("no grammar could be compiled at the start: %s", first_line(error))
+        logger.warning("the trial grammar could not be compiled, so structured output may fail: %s", first_line(error))
     finally:
         grammar.set_result(compiled)

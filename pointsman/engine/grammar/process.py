@@ -380,7 +380,7 @@ class GrammarProcess:
             if isinstance(error, ImportError):
                 raise GrammarError(f"structured output needs the package xgrammar: {first_line(error)}") from error
             raise
-        logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
+        logger.info("process %d was started to compile grammars (%.1f s)", server.pid, time.monotonic() - started)
 
     def _discard_server(self, server: GrammarServer | None, why: Exception) -> None:
         """End a process that failed, unless another job has replaced it already; the next job starts a new process."""
@@ -391,7 +391,7 @@ class GrammarProcess:
         self._num_failures += 1
         if self._num_failures > 1:
             self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable_message(why))
-        logger.warning("the process that compiles grammars (%d) %s; another is started", server.pid, why)
+        logger.warning("the process that compiles grammars (%d) %s; a new process replaces it", server.pid, why)
         server.close()
 
     def _check_open(self) -> None:
@@ -415,7 +415,9 @@ class GrammarServer:
 
     def __init__(self) -> None:
         if not (hasattr(socket, "AF_UNIX") and hasattr(os, "memfd_create")):
-            raise GrammarError("structured output needs Linux, whose kernel limits the process that compiles grammars")
+            raise GrammarError(
+                "structured output needs Linux, because only its kernel can limit the process that compiles grammars"
+            )
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         try:
             self.sock, theirs = socket.socketpair()
@@ -471,7 +473,7 @@ class GrammarServer:
         try:
             socket.send_fds(self.sock, [b"j"], [theirs.fileno()])
         except TimeoutError as error:
-            raise _Late(f"has taken no job for {ACCEPT_TIMEOUT:g} s") from error
+            raise _Late(f"has accepted no job for {ACCEPT_TIMEOUT:g} s") from error
         except OSError as error:
             raise _Ended(_HAS_ENDED) from error
 
@@ -481,7 +483,7 @@ class GrammarServer:
 
 
 def _unavailable_message(why: Exception) -> str:
-    return f"{NO_COMPILER}their compiler {why}, after it was started again; try again later"
+    return f"{NO_COMPILER}the process that compiles them {why}, also after a restart; try again later"
 
 
 def _wait_for_child(sock: socket.socket) -> None:
@@ -498,7 +500,7 @@ def _wait_for_child(sock: socket.socket) -> None:
             return
         why = sock.recv(200).decode("utf-8", "replace") if first == _NO_CHILD else ""
     except TimeoutError as error:
-        raise _Late(f"has not begun with a job within {ACCEPT_TIMEOUT:.1f} s") from error
+        raise _Late(f"has not started a job within {ACCEPT_TIMEOUT:.1f} s") from error
     except OSError as error:
         raise _Ended(_HAS_ENDED) from error
     if first == _NO_CHILD:

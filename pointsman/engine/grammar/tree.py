@@ -121,7 +121,7 @@ class GrammarTree:
                 found.setdefault(text.removeprefix(mark), []).append(number)
         if sum(map(len, found.values())) != expected:
             raise RuntimeError(
-                "xgrammar writes patterns in an unknown form; install a version that pyproject.toml allows"
+                "the installed xgrammar exports patterns in an unknown format; pip install 'pointsman[engine]'"
             )
         return found
 
@@ -140,7 +140,7 @@ class GrammarTree:
                 ((quote, start),) = self._options(rule[1])
                 if (quote, start[0]) != ((TEXT, b'"'), RULE):
                     raise RuntimeError(
-                        "xgrammar writes names in an unknown form; install a version that pyproject.toml allows"
+                        "the installed xgrammar exports names in an unknown format; pip install 'pointsman[engine]'"
                     )
                 found[start[1][0]] = [name.decode() for name in self._spelled_names(start[1][0])]
         return found

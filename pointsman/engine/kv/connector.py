@@ -347,7 +347,9 @@ class EngineConnector:
         except FileNotFoundError:
             pass  # another process has removed the file
         except BadBlock as error:
-            logger.warning("the KV store's %s is not used: %s", folder.path_of(keys[num_loaded]), error)
+            logger.warning(
+                "the file %s of the KV store is damaged and not used: %s", folder.path_of(keys[num_loaded]), error
+            )
             folder.distrust(keys[num_loaded:])  # recomputed blocks will replace them
         except Exception:
             logger.exception("KV could not be loaded from %s", folder.path)
@@ -426,7 +428,7 @@ def make_kv_connector(
         None if knobs.kv_store is None else KVStore(knobs.kv_store, fingerprint, pool, max_bytes=knobs.kv_store_bytes)
     )
     if tier is not None:
-        logger.info("KV offload: host memory for %d blocks of the pool", tier.num_slots)
+        logger.info("KV offload: host memory can hold %d blocks", tier.num_slots)
     if store is not None:
-        logger.info("KV store: %s, as %s", store.folder.path, knobs.kv_store_role)
+        logger.info("KV store: %s, role %s", store.folder.path, knobs.kv_store_role)
     return EngineConnector(pool, tier, store, knobs.kv_store_role, counters, clock, config)

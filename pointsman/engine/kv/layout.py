@@ -114,7 +114,7 @@ def choose_layout(
         layout = layout_in_groups(layers, windows, config, only_if_it_saves=disable is None)
         if layout.groups:
             return layout
-        why_not = "groups of layers would take no less memory, or their KV is of sizes that do not fit one pool"
+        why_not = "groups of layers would not save memory, or KV of different sizes cannot share one pool"
     logger.info("layers with a sliding window keep the KV of the whole context: %s", why_not)
     return KVLayout.plain(layers)
 

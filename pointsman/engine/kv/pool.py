@@ -150,7 +150,7 @@ class KVPool:
         if config.num_full_length < 1:
             logger.warning(
                 "the KV pool holds %d tokens, less than one request of the full length %d; longer requests will be "
-                "refused or cut: give num_blocks or kv_cache_bytes a larger value",
+                "refused or truncated: raise num_blocks or kv_cache_bytes",
                 config.num_usable_tokens,
                 config.max_model_len,
             )
@@ -243,8 +243,8 @@ def choose_num_blocks(
         return max(1, min(max_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if kv_cache_bytes < block_bytes:
         raise ValueError(
-            f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; a request of the full "
-            f"length {config.max_model_len} takes {block_bytes * full_length}"
+            f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; raise it: a request of "
+            f"max_model_len {config.max_model_len} tokens takes {block_bytes * full_length} bytes"
         )
     return kv_cache_bytes // block_bytes
 

@@ -200,7 +200,7 @@ class KVStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"kv_store is {str(directory)!r}, which is not a usable directory: {error}") from None
+            raise ConfigError(f"kv_store is {str(directory)!r}, which cannot be used as a directory: {error}") from None
         self._model_fingerprint = fingerprint
         self._pool = pool
         self._max_bytes = max_bytes

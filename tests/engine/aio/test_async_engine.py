@@ -456,7 +456,7 @@ async def _aclose_from_another_task(engine: AsyncEngine) -> None:
     await asyncio.sleep(0)
     await stream.aclose()
     first, second = await reading
-    assert isinstance(first, list) and "two tasks read" in str(second)
+    assert isinstance(first, list) and "two tasks read its stream" in str(second)
 
 
 async def _aclose_before_it_is_queued(engine: AsyncEngine) -> None:

@@ -249,7 +249,7 @@ def test_more_rows_are_cut_into_fewer_parts_of_kv() -> None:
 
 
 def test_triton_attention_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="heads of 320; the Triton kernels take at most 256"):
+    with pytest.raises(ValueError, match="a head has 320 elements; Triton attention supports at most 256; use torch"):
         TritonAttention([LayerShape(1, 320, 32, 1)], "cpu")
     monkeypatch.setattr("pointsman.engine.attention.triton_backend.is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="runs on a GPU, not on cpu; use numba or torch"):

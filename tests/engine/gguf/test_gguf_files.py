@@ -81,7 +81,7 @@ def test_parts_are_read_together_as_one_model(given: int, model: Any, parts: lis
 
 def test_a_missing_part_is_named(parts: list[Path]) -> None:
     parts[1].unlink()
-    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them there"
+    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them to this directory"
 
 
 def test_a_part_with_another_parts_name_is_refused(parts: list[Path]) -> None:
@@ -92,7 +92,7 @@ def test_a_part_with_another_parts_name_is_refused(parts: list[Path]) -> None:
 
 def test_a_part_needs_a_part_number_in_its_name(parts: list[Path], tmp_path: Path) -> None:
     renamed = parts[0].rename(tmp_path / "first.gguf")
-    assert "is one of 3 parts, and its name has no part number; name the parts NAME-00001-of-00003" in error_of(renamed)
+    assert "is one of 3 parts, but its name has no part number; name the parts NAME-00001-of-00003" in error_of(renamed)
 
 
 # ---------------------------------------------------------------------- other files
@@ -104,7 +104,7 @@ def test_unsupported_versions_and_byte_orders_are_refused(path: Path, tmp_path: 
     assert "is a GGUF file of version 1; supported are versions 2 and 3" in error_of(path, UnsupportedModel)
     writer = GGUFWriter(tmp_path / "big.gguf", "llama", endianess=GGUFEndian.BIG)
     write(writer)
-    assert "is a GGUF file of the other byte order" in error_of(tmp_path / "big.gguf", UnsupportedModel)
+    assert "is a GGUF file of big-endian numbers" in error_of(tmp_path / "big.gguf", UnsupportedModel)
 
 
 @pytest.mark.parametrize("length", [0, 3, 100, 1500, -1])
@@ -178,7 +178,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, 
         ({"llama__attention__value_length": 6}, "llama.attention.value_length is 6 and key_length 12"),
         (
             {"llama__rope__scaling__type": "longrope"},
-            "llama.rope.scaling.type is 'longrope', and the file has no rope factors",
+            "llama.rope.scaling.type is 'longrope'; in a file without tensors of rope factors, only none",
         ),
     ],
 )
@@ -198,7 +198,9 @@ def test_rotary_factors_of_an_unknown_kind_are_refused(model: Any, tmp_path: Pat
         writer.add_tensor("rope_freqs.weight", np.array([1, 2, 3, 4, 5, 9], np.float32))
 
     path = write_gguf(tmp_path / "model.gguf", model, edit=edit)
-    assert "rope_freqs.weight does not hold the factors of a Llama 3.1 to 3.3 model" in error_of(path, UnsupportedModel)
+    assert "rope_freqs.weight does not have the rotary factors of a Llama 3.1 to 3.3 model" in error_of(
+        path, UnsupportedModel
+    )
 
 
 def test_the_layers_with_a_window_can_be_listed(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_tensor_of_another_shape_is_named(model: Any, tmp_path: Path) -> None:
 def test_a_tensor_that_is_no_weight_is_refused(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__attn_sinks__weight=np.zeros(4, np.float32))
     with pytest.raises(
-        UnsupportedModel, match=r"the tensor blk.0.attn_sinks.weight has no place in a model of type llama"
+        UnsupportedModel, match=r"the tensor blk.0.attn_sinks.weight is no weight of a model of type llama"
     ):
         load_model(path)
 

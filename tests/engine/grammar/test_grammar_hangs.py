@@ -135,8 +135,8 @@ def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], cap
     assert compiler.num_restarts == 1
     (line,) = [record.getMessage() for record in caplog.records]
     assert (
-        line
-        == f"the process that compiles grammars ({before}) has not begun with a job within 2.0 s; another is started"
+        line == f"the process that compiles grammars ({before}) has not started a job within 2.0 s; "
+        "a new process replaces it"
     )
 
 
@@ -149,7 +149,7 @@ def test_two_hanging_processes_are_not_a_grammar_error(make: Callable[..., Gramm
         began = time.monotonic()
         for found in take(compiler, 20):
             assert isinstance(found, GrammarUnavailableError)
-            assert "grammars cannot be compiled now: their compiler has not begun with a job" in str(found)
+            assert "the process that compiles them has not started a job" in str(found)
         assert time.monotonic() - began < 25.0  # two hangs and two starts, not two per job
     assert compiler.num_restarts <= 4
 

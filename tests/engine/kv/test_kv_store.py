@@ -192,7 +192,7 @@ def test_foreign_files_in_the_directory_are_never_removed(tmp_path: Path, loaded
 
 def test_an_unusable_directory_is_refused(tmp_path: Path, loaded: LoadedModel) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="which is not a usable directory"):
+    with pytest.raises(ConfigError, match="which cannot be used as a directory"):
         make(loaded, kv_store=tmp_path / "file" / "store")
 
 
