@@ -94,7 +94,7 @@ def test_a_concurrent_consumer_never_misses_the_last_snapshot() -> None:
     with_port(test)
 
 
-def test_an_error_comes_after_the_last_snapshot() -> None:
+def test_a_mailbox_reports_an_error_after_the_last_snapshot() -> None:
     async def test(port: LoopPort) -> None:
         writer = Writer(port)
         writer.grow()
@@ -109,7 +109,7 @@ def test_an_error_comes_after_the_last_snapshot() -> None:
     with_port(test)
 
 
-def test_wait_accepted_returns_also_after_the_acceptance() -> None:
+def test_wait_accepted_returns_for_an_already_accepted_request() -> None:
     async def test(port: LoopPort) -> None:
         mailbox = LoopMailbox(port)
         waiting = asyncio.ensure_future(mailbox.wait_accepted())
@@ -139,7 +139,7 @@ def test_closing_a_mailbox_wakes_its_waiting_task() -> None:
     with_port(test)
 
 
-def test_a_closed_loop_cannot_be_rung() -> None:
+def test_ringing_the_port_of_a_closed_loop_returns_false() -> None:
     loop = asyncio.new_event_loop()
     port = LoopPort(loop)
     writer = Writer(port)

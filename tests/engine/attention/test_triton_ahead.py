@@ -66,7 +66,7 @@ def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_and_hardly_spill(arch: int) -> None:
+def test_triton_kernels_compile_and_spill_few_registers(arch: int) -> None:
     heads = {
         "epsilon": 1e-6,
         "offset": 0.0,

@@ -16,7 +16,7 @@ def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepC
     return cost
 
 
-def test_odds_follow_the_observed_tokens() -> None:
+def test_acceptance_odds_approach_the_observed_frequencies() -> None:
     odds = Odds()
     before = odds.chances([1, 2, 5], 3)
     assert before.shape == (3, 3)
@@ -29,7 +29,7 @@ def test_odds_follow_the_observed_tokens() -> None:
     assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second token follows a longer match"
 
 
-def test_odds_of_long_matches_start_at_those_of_short_ones() -> None:
+def test_prior_odds_of_long_matches_depend_on_odds_of_short_matches() -> None:
     odds = Odds()
     before = odds.by_length()
     assert before[1:] == pytest.approx([length / (length + 2) for length in range(1, LONGEST + 1)])
@@ -53,7 +53,7 @@ def test_max_gain_is_an_upper_bound_of_the_gain() -> None:
         assert brings[2] == pytest.approx(odds.max_gain(lengths), rel=0.02)
 
 
-def test_odds_forget_old_observations() -> None:
+def test_acceptance_odds_forget_old_observations() -> None:
     odds = Odds()
     odds.note([LONGEST] * 1000)
     odds.note([-LONGEST - 5] * int(MAX_NOTED))
@@ -61,7 +61,7 @@ def test_odds_forget_old_observations() -> None:
     assert PRIOR < MAX_NOTED
 
 
-def test_step_cost_is_the_line_through_the_observed_steps() -> None:
+def test_step_cost_is_a_linear_fit_of_the_observed_steps() -> None:
     cost = line(2.0, 0.1)
     assert cost.between(1, 12) == pytest.approx(2.0 + 0.1 * np.arange(1, 13), rel=0.02)
 
@@ -75,12 +75,12 @@ def test_step_cost_depends_on_the_computed_rows() -> None:
     assert found[8] / found[7] == pytest.approx(1.5, rel=0.05)
 
 
-def test_before_any_step_twice_the_tokens_cost_an_eighth_more() -> None:
+def test_unobserved_steps_of_twice_the_tokens_cost_an_eighth_more() -> None:
     found = StepCost(lambda size: size).between(4, 8)
     assert found[-1] / found[0] == pytest.approx(1.125)
 
 
-def test_a_cost_never_falls_and_is_never_negative() -> None:
+def test_step_cost_never_falls_with_tokens_and_is_not_negative() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         cost = StepCost(lambda size: size)
@@ -91,7 +91,7 @@ def test_a_cost_never_falls_and_is_never_negative() -> None:
             assert (np.diff(found) >= 0).all()
 
 
-def test_a_single_slow_step_hardly_changes_the_cost() -> None:
+def test_a_single_slow_step_hardly_changes_the_step_cost() -> None:
     cost = line(2.0, 0.1)
     cost.observe(9, 200.0)
     assert cost.between(9, 9)[0] < 1.2 * 2.9

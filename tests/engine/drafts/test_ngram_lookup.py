@@ -37,7 +37,7 @@ def test_no_token_is_expected_after_a_new_ngram(tokens: list[int]) -> None:
     assert lookup_of(tokens).length == 0
 
 
-def test_a_suffix_must_be_long_enough() -> None:
+def test_suffixes_shorter_than_min_ngram_are_not_looked_up() -> None:
     tokens = [5, 2, 6, 1, 2]
     assert lookup_of(tokens, 2, 3).length == 0
     assert look_up(np.array(tokens, dtype=np.int32), 1, 3) == (2, 1)
@@ -58,7 +58,7 @@ def test_the_match_grows_while_expected_tokens_follow() -> None:
 
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 4), (2, 5), (3, 3), (4, 6)])
-def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: int) -> None:
+def test_tokens_may_be_appended_one_by_one_or_together(min_ngram: int, max_ngram: int) -> None:
     """The filter has no false negatives and its false positives change no result, also after it is rebuilt."""
     rng = np.random.default_rng(min_ngram * 10 + max_ngram)
     tokens = rng.integers(0, 5, size=40).tolist()

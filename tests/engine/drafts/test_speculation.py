@@ -98,7 +98,7 @@ POOLS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
-def test_outputs_equal_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
+def test_outputs_with_drafts_equal_outputs_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE]
     prompts = prompts_of(len(params))
     plain = run(make(loaded, 0, **{**pool, "draft_table": ()}), params, prompts)
@@ -125,7 +125,7 @@ def test_correct_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None
     assert engine.counters.num_steps < 25
 
 
-def test_a_delta_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
+def test_a_delta_output_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
     engine = make(loaded, 3)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (plain,) = run(make(loaded, 0), [params], [REPETITIVE])
@@ -248,7 +248,7 @@ def searched() -> Iterator[list[int]]:
         yield steps
 
 
-def test_searches_without_result_become_rare(
+def test_searches_for_drafts_without_result_become_rare(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An accepted draft makes every step search again."""
@@ -271,7 +271,7 @@ def test_searches_without_result_become_rare(
     assert searched[-1] - searched[-8] == 7
 
 
-def test_long_steps_search_for_drafts_in_every_step(
+def test_drafts_are_searched_in_every_step_if_steps_are_long(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
@@ -282,7 +282,7 @@ def test_long_steps_search_for_drafts_in_every_step(
     assert len(searched) == searched[-1] - searched[0] + 1
 
 
-def test_a_lookup_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_request_keeps_its_lookup_of_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The expected tokens follow an earlier occurrence of the request's newest tokens."""
     checked = 0
     propose = PromptLookup.propose

@@ -56,7 +56,7 @@ def test_gguf_files_are_recognised_by_name(path: Path, tmp_path: Path) -> None:
     assert not is_gguf(tmp_path / "directory.gguf") and not is_gguf(tmp_path / "model.safetensors")
 
 
-def test_a_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Path) -> None:
     check_model_directory(path)
     assert weights_size(path) == sum(weight.nbytes for weight in build(FAMILIES["llama"]()).parameters())
     with pytest.raises(ModelLoadError, match=r"absent.gguf cannot be read: No such file or directory"):
@@ -72,14 +72,14 @@ def test_a_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", [0, 2])
-def test_parts_are_read_together_as_one_model(given: int, model: Any, parts: list[Path]) -> None:
+def test_the_parts_of_a_gguf_model_are_read_together(given: int, model: Any, parts: list[Path]) -> None:
     loaded = load_model(parts[given], fuse=False)
     assert read_gguf(parts[given]).path == parts[0]
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], weight)
 
 
-def test_a_missing_part_is_named(parts: list[Path]) -> None:
+def test_the_error_names_a_missing_gguf_part(parts: list[Path]) -> None:
     parts[1].unlink()
     assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them to this directory"
 
@@ -108,7 +108,7 @@ def test_unsupported_versions_and_byte_orders_are_refused(path: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("length", [0, 3, 100, 1500, -1])
-def test_a_truncated_file_is_named(length: int, path: Path) -> None:
+def test_the_error_names_a_truncated_gguf_file(length: int, path: Path) -> None:
     path.write_bytes(path.read_bytes()[:length])
     assert str(path) in error_of(path)
 
@@ -164,7 +164,7 @@ def edited(path: Path, model: Any, **fields: Any) -> Path:
         ({"general__sampling__top_p": 7.0}, "model.gguf: top_p is 7.0"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, tmp_path: Path) -> None:
+def test_the_error_names_a_wrong_metadata_field(fields: dict[str, Any], error: str, model: Any, tmp_path: Path) -> None:
     path = edited(tmp_path / "model.gguf", model, **fields)
     assert error in error_of(path) and str(path) in error_of(path)
 
@@ -182,7 +182,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, 
         ),
     ],
 )
-def test_settings_that_would_compute_wrongly_are_refused(
+def test_metadata_of_unsupported_computations_is_refused(
     fields: dict[str, Any], error: str, model: Any, tmp_path: Path
 ) -> None:
     assert error in error_of(edited(tmp_path / "model.gguf", model, **fields), UnsupportedModel)
@@ -203,7 +203,7 @@ def test_rotary_factors_of_an_unknown_kind_are_refused(model: Any, tmp_path: Pat
     )
 
 
-def test_the_layers_with_a_window_can_be_listed(tmp_path: Path) -> None:
+def test_metadata_may_list_the_layers_with_a_window(tmp_path: Path) -> None:
     layers = ["full_attention", "sliding_attention"]
     family = Family("gemma3_text", "", {**HEAD16, **SLIDES, "layer_types": layers, "query_pre_attn_scalar": 16})
     fields = {"gemma3__attention__sliding_window_pattern": [False, True]}

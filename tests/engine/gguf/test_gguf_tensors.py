@@ -36,7 +36,7 @@ def weights_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_weight_errors_are_within_the_types_precision(kind: str, model: Any, tmp_path: Path) -> None:
+def test_dequantised_weights_have_the_precision_of_their_type(kind: str, model: Any, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind])
     read = weights_of(path)
     assert read.keys() == dict(model.named_parameters()).keys()
@@ -48,7 +48,7 @@ def test_weight_errors_are_within_the_types_precision(kind: str, model: Any, tmp
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_weights_of_4_bits_are_recognised(kind: str, model: Any, tmp_path: Path) -> None:
+def test_gguf_weights_of_4_bits_can_be_stored_in_4_bits(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     for weight in (one for one in read.values() if one.ndim == 2 and len(one) % FEATURES_AT_ONCE == 0):
         found = in_groups(weight)
@@ -145,13 +145,13 @@ def changed(path: Path, model: Any, **tensors: np.ndarray[Any, Any] | None) -> P
     return write_gguf(path, model, edit=edit)
 
 
-def test_a_missing_tensor_is_named(model: Any, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_tensor(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__1__ffn_up__weight=None)
     with pytest.raises(ModelLoadError, match=r"model.gguf has no tensor blk.1.ffn_up.weight \(model.layers.1.mlp.up_p"):
         load_model(path)
 
 
-def test_a_tensor_of_another_shape_is_named(model: Any, tmp_path: Path) -> None:
+def test_the_error_names_a_tensor_of_another_shape(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__ffn_up__weight=np.zeros((256, 128), np.float32))
     with pytest.raises(ModelLoadError, match=r"blk.0.ffn_up.weight has the shape \[256, 128\].* says \[256, 256\]"):
         load_model(path)

@@ -69,7 +69,7 @@ def test_options_whose_texts_never_end_are_left_out() -> None:
         ("root ::= missing", "a reference to the undefined rule 'missing' at line 1, column 10"),
         ('root ::= "a"\nroot ::= "b"', "a second rule 'root' at line 2, column 1"),
         ('root ::= "a', "an unexpected '\"' at line 1, column 10"),
-        ('root ::= "a" ?? "b"', "a quantifier behind another"),
+        ('root ::= "a" ?? "b"', "a quantifier after a quantifier"),
         ("root ::= *", "'*' with nothing before it"),
         ('root ::= ("a"', "a '(' without ')'"),
         ('root ::= "a")', "a ')' without '('"),

@@ -138,7 +138,7 @@ def test_compile_errors_have_one_line(shared: GrammarCompiler, options: dict[str
     assert "\n" not in str(error) and len(str(error)) < 450 and ".cc" not in str(error)
 
 
-def test_a_hopeless_grammar_ends_without_delaying_others(shared: GrammarCompiler) -> None:
+def test_a_grammar_that_times_out_does_not_delay_a_quick_grammar(shared: GrammarCompiler) -> None:
     shared.add(request_with(regex="[a-f]{3}"))
     take(shared)
     started = time.monotonic()
@@ -161,7 +161,7 @@ def slow_schema(number: int) -> dict[str, Any]:
     }
 
 
-def test_each_hopeless_grammar_delays_others_by_one_slice(make: Callable[..., GrammarCompiler]) -> None:
+def test_each_grammar_that_times_out_delays_others_by_one_slice(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
     hopeless = [request_with(json=slow_schema(number)) for number in range(6)]
@@ -234,7 +234,7 @@ def test_the_queue_of_slow_grammars_is_bounded(
         compiler.forget(request)
 
 
-def test_a_failure_is_cached_for_a_while(shared: GrammarCompiler) -> None:
+def test_a_grammar_failure_is_cached_for_a_limited_time(shared: GrammarCompiler) -> None:
     error = outcome(shared, regex="forgotten(")
     started = time.monotonic()
     assert outcome(shared, regex="forgotten(") is error
@@ -271,7 +271,7 @@ def test_a_grammar_without_waiting_requests_is_cancelled(
     wait_until(lambda: not children_of(compiler.pid))
 
 
-def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> None:
+def test_a_killed_grammar_process_is_replaced(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     assert compiler.pid is None
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
@@ -282,7 +282,7 @@ def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> N
     assert compiler.pid not in (None, before)
 
 
-def test_dropping_the_compiler_ends_the_process(tokenizer: Any) -> None:
+def test_dropping_the_grammar_compiler_ends_its_process(tokenizer: Any) -> None:
     pid = pid_of_one_let_go(tokenizer)
     gc.collect()
     wait_until(lambda: not is_alive(pid))
@@ -357,7 +357,7 @@ def test_invalid_grammar_timeouts_are_refused(tokenizer: Any, timeout: Any) -> N
         GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=timeout))
 
 
-def test_the_cache_is_bounded_in_bytes() -> None:
+def test_the_grammar_cache_is_bounded_in_bytes() -> None:
     def grammar(num_bytes: int) -> Any:
         return CompiledGrammar(None, None, num_bytes, GrammarLimits())  # type: ignore[arg-type]  # only counted
 

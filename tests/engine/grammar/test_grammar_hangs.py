@@ -123,7 +123,9 @@ def all_stopped(compiler: GrammarCompiler) -> Iterator[None]:
         yield
 
 
-def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_grammar_process_is_replaced(
+    make: Callable[..., GrammarCompiler], caplog: pytest.LogCaptureFixture
+) -> None:
     compiler = make()
     before = started(compiler)
     os.kill(before, signal.SIGSTOP)
@@ -277,7 +279,7 @@ def test_closing_ends_a_process_that_does_not_start(
     assert len(servers) == 1
 
 
-def test_a_process_that_never_starts_is_tried_twice(
+def test_starting_the_grammar_process_is_tried_twice(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "START_TIMEOUT", 0.5)

@@ -103,7 +103,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Compiler]]
         compiler.close()
 
 
-def test_a_tenant_leaves_a_thread_to_other_tenants(shared: Callable[..., Compiler]) -> None:
+def test_grammars_of_one_tenant_do_not_get_all_threads(shared: Callable[..., Compiler]) -> None:
     one = shared()
     for number in range(20):
         one.add("a", f"a{number}")
@@ -113,7 +113,7 @@ def test_a_tenant_leaves_a_thread_to_other_tenants(shared: Callable[..., Compile
     assert list(one.take(1)) == [request]
 
 
-def test_slow_grammars_of_a_tenant_leave_a_thread_to_others(shared: Callable[..., Compiler]) -> None:
+def test_slow_grammars_of_one_tenant_do_not_get_all_threads(shared: Callable[..., Compiler]) -> None:
     one = shared()
     for number in range(20):
         one.add("a", f"{SLOW} {number}")
@@ -123,7 +123,7 @@ def test_slow_grammars_of_a_tenant_leave_a_thread_to_others(shared: Callable[...
     assert list(one.take(1)) == [request]
 
 
-def test_a_tenant_comes_before_the_backlog_of_another(shared: Callable[..., Compiler]) -> None:
+def test_a_tenant_is_served_before_the_backlog_of_another_tenant(shared: Callable[..., Compiler]) -> None:
     one = shared(NUM_THREADS=1, MAX_OUT=1)
     for number in range(20):
         one.add("a", f"a{number}")
@@ -168,7 +168,7 @@ def test_a_grammar_of_two_tenants_is_compiled_once(shared: Callable[..., Compile
     assert not one.compiler.take()
 
 
-def test_a_grammar_of_two_tenants_outlives_the_first_tenant(shared: Callable[..., Compiler]) -> None:
+def test_a_grammar_is_compiled_though_one_of_its_two_tenants_cancels(shared: Callable[..., Compiler]) -> None:
     one = shared(NUM_THREADS=1)
     blocking = one.add("c", "c")
     assert one.begun("c")

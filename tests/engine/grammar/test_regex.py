@@ -82,8 +82,8 @@ def test_an_expression_allows_its_matches(expression: str, allowed: list[str]) -
         ("a{2", "begins no {m}, {m,} or {m,n}"),
         ("{", "a '{' with nothing to repeat"),
         ("*a", "a '*' with nothing to repeat"),
-        ("a**", "a quantifier behind a quantifier"),
-        ("^*a", "a quantifier behind '^'"),
+        ("a**", "a quantifier after a quantifier"),
+        ("^*a", "a quantifier after '^'"),
         ("a{3,2}", "its minimum is above its maximum"),
         (f"a{{{MAX_REPETITIONS + 1}}}", f"the maximum is {MAX_REPETITIONS:,}"),
         ("a^b", "a '^' after the start of the text"),
@@ -119,7 +119,7 @@ def test_an_expression_without_a_match_allows_no_text(expression: str) -> None:
         Language(regex=expression)
 
 
-def test_an_option_without_a_match_is_left_out() -> None:
+def test_an_option_of_a_regex_without_a_match_is_left_out() -> None:
     assert Language(regex=r"a|b[^\s\S]").allows("a", "b") == ["a"]
     assert Language(regex=r"a(b[^\s\S])*").allows("a", "ab") == ["a"]
 

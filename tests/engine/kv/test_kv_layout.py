@@ -40,7 +40,7 @@ def test_a_window_as_long_as_the_context_is_full_attention() -> None:
     assert layout_of([SHAPE] * 3, [32, 256, None]).groups == (WINDOW, FULL, FULL)
 
 
-def test_groups_without_savings_are_made_only_on_request() -> None:
+def test_groups_that_save_no_memory_are_made_only_if_requested() -> None:
     """A window of 250 tokens may span all 64 blocks of 256."""
     near = KVGroup("window", 250)
     assert layout_in_groups([SHAPE] * 2, [250, None], config(), only_if_it_saves=True).groups == ()

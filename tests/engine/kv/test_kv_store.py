@@ -307,7 +307,7 @@ def test_a_conversation_reuses_the_kv_of_generated_tokens(tmp_path: Path, loaded
     assert engine.counters.num_loaded_blocks == (length + PARAMS.max_tokens - 1) // 4
 
 
-def test_a_load_parks_its_request_and_explain_says_so(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_a_request_waits_for_its_kv_load_and_explain_reports_it(tmp_path: Path, loaded: LoadedModel) -> None:
     run_and_store(loaded, tmp_path)
     engine = make(loaded, kv_store=tmp_path)
     release = hold_reads(engine)
@@ -431,7 +431,7 @@ def test_an_abort_during_a_load_frees_no_block_being_written(tmp_path: Path, loa
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_loads_of_failed_steps_are_repeated(
+def test_kv_loads_of_failed_steps_are_repeated(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every load is reported once, whether its step had begun it or not."""
