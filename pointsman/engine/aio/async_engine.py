@@ -398,10 +398,10 @@ class AsyncEngine:
                 port = self._ports[loop] = LoopPort(loop)
             return port
 
-    def _mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
+    def _make_mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
         return LoopMailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
 
-    def _feed(self, request_id: str, parts: AsyncIterator[str | Sequence[int]], mailbox: LoopMailbox) -> InputFeed:
+    def _make_feed(self, request_id: str, parts: AsyncIterator[str | Sequence[int]], mailbox: LoopMailbox) -> InputFeed:
         thread = self._thread
 
         async def extend(part: str | Sequence[int], more_input: bool) -> None:
@@ -495,12 +495,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
         engine, prompt = self._engine, self._prompt
         if self._options["arrival_time"] is None:
             self._options["arrival_time"] = engine._engine.clock()
-        self._mailbox = mailbox = engine._mailbox(self._params)
+        self._mailbox = mailbox = engine._make_mailbox(self._params)
         text: str | None = None
         if isinstance(prompt, AsyncIterator):
-            self._feed = engine._feed(self.request_id, prompt, mailbox)
+            self._feed = engine._make_feed(self.request_id, prompt, mailbox)
             self._options["more_input"] = True
-            prompt = await self._feed.first()
+            prompt = await self._feed.first_part()
         if isinstance(prompt, str):
             engine._thread.send(Expect(self.request_id, mailbox))
             text, prompt = prompt, await engine.tokenize(prompt)
@@ -523,7 +523,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         try:
             if not self._is_started:
                 await self.start()
-            output = None if self._mailbox is None else await self._mailbox.newer_than(self._seen)
+            output = None if self._mailbox is None else await self._mailbox.wait_newer_than(self._seen)
         except BaseException:  # also when the reading task is cancelled
             self._detach()
             raise

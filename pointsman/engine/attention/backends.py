@@ -66,13 +66,13 @@ def choose_attention(
     if choice == "torch":
         return TorchAttention(layers, device)
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
-        return _triton(layers, device, dtype, is_asked_for=choice == "triton")
+        return _make_triton_attention(layers, device, dtype, is_asked_for=choice == "triton")
     if device.type != "cpu" and choice == "auto":
         return TorchAttention(layers, device)
-    return _numba(layers, device, dtype, is_asked_for=choice == "numba")
+    return _make_numba_attention(layers, device, dtype, is_asked_for=choice == "numba")
 
 
-def _triton(
+def _make_triton_attention(
     layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, *, is_asked_for: bool
 ) -> AttentionBackend:
     try:
@@ -88,7 +88,7 @@ def _triton(
         return TorchAttention(layers, device)
 
 
-def _numba(
+def _make_numba_attention(
     layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, *, is_asked_for: bool
 ) -> AttentionBackend:
     try:

@@ -30,7 +30,7 @@ class GateKernel(Protocol):
 class LayerKernels(Protocol):
     """Makes the kernels of fused layers for a device. Each kernel object is for one layer."""
 
-    def takes(self, weight: Tensor) -> bool:
+    def supports(self, weight: Tensor) -> bool:
         """Whether the kernels support the type and the device of `weight`."""
 
     def norm(self, epsilon: float, offset: float) -> NormKernel:

@@ -44,7 +44,7 @@ class NumbaPlan:
     num_pairs: int | None = None
     """Approximate number of pairs of a query and a key to which the query attends; None: not counted yet."""
 
-    def takes_long(self, pair_size: int) -> bool:
+    def has_time_for_other_work(self, pair_size: int) -> bool:
         """Whether a layer's attention takes long enough (`LONG`) for the step's thread to do other work beside the
         kernel.
 
@@ -222,12 +222,13 @@ class NumbaAttention:
         else:
             arguments[kernel.SINKS] = 0
         run, num_threads = attention_kernel(query.dtype, keys.dtype), torch.get_num_threads()
-        if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
+        pair_size = num_heads * (k_dim + values.shape[-1])
+        if plan.batch.meanwhile.do_part is None or not plan.has_time_for_other_work(pair_size):
             run(arguments, num_threads)
         else:
             # In every layer, this thread does other work until half of the work items are taken, then computes items.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
-            run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
+            run.run_beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:
             output[plan.batch.num_tokens :].zero_()
         return output

@@ -149,7 +149,7 @@ def config_fields(gguf: GGUFFile) -> Fields:
         )
     fields["num_key_value_heads"] = gguf.count(f"{prefix}.attention.head_count_kv", fields["num_attention_heads"])
     fields["rms_norm_eps"] = gguf.number(f"{prefix}.attention.layer_norm_rms_epsilon")
-    fields["vocab_size"] = _embedding(gguf).shape[0]
+    fields["vocab_size"] = _embedding_tensor(gguf).shape[0]
     # llama.cpp writes the output projection only if it differs from the embedding.
     fields["tie_word_embeddings"] = "output.weight" not in gguf.tensors
     for name, key in TOKEN_IDS.items():
@@ -182,7 +182,7 @@ def token_id(gguf: GGUFFile, key: str) -> int | None:
     Raises:
         ModelLoadError: the value is no token id.
     """
-    value, num_tokens = gguf.metadata.get(key), _embedding(gguf).shape[0]
+    value, num_tokens = gguf.metadata.get(key), _embedding_tensor(gguf).shape[0]
     if value is None or value == NO_TOKEN:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < num_tokens:
@@ -193,7 +193,7 @@ def token_id(gguf: GGUFFile, key: str) -> int | None:
     return value
 
 
-def _embedding(gguf: GGUFFile) -> GGUFTensor:
+def _embedding_tensor(gguf: GGUFFile) -> GGUFTensor:
     tensor = gguf.tensors.get("token_embd.weight")
     if tensor is None or len(tensor.shape) != 2:
         raise ModelLoadError(
@@ -237,8 +237,8 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
     elif LONG_FACTORS in gguf.tensors:
         original = gguf.count(f"{scaling}.original_context_length")
         rope["rope_type"] = "longrope"
-        rope["short_factor"] = [as_decimal(one) for one in _factors(gguf, SHORT_FACTORS, num_rotated)]
-        rope["long_factor"] = [as_decimal(one) for one in _factors(gguf, LONG_FACTORS, num_rotated)]
+        rope["short_factor"] = [as_decimal(one) for one in _rope_factors(gguf, SHORT_FACTORS, num_rotated)]
+        rope["long_factor"] = [as_decimal(one) for one in _rope_factors(gguf, LONG_FACTORS, num_rotated)]
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"] = original
     elif kind in ("linear", "yarn"):
         rope["rope_type"] = kind
@@ -264,7 +264,7 @@ def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
     Raises:
         UnsupportedModel: the factors result from other settings.
     """
-    factors = _factors(gguf, ROPE_FACTORS, num_rotated)
+    factors = _rope_factors(gguf, ROPE_FACTORS, num_rotated)
     factor = float(factors.max())
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / (2 * np.pi)
@@ -279,7 +279,7 @@ def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
         rope.update({"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE})
 
 
-def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.float32]:
+def _rope_factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.float32]:
     """Divisors of the rotary frequencies, from the tensor `name` of the file.
 
     Raises:
@@ -321,7 +321,7 @@ def _add_phi3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 def _add_gemma2(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
     _add_window(gguf, prefix, fields, every=2)
-    _add_scale(fields, num_layers_of_27b=46)
+    _add_query_scale(fields, num_layers_of_27b=46)
     fields["attn_logit_softcapping"] = gguf.number(f"{prefix}.attn_logit_softcapping", 50.0)
     fields["final_logit_softcapping"] = gguf.number(f"{prefix}.final_logit_softcapping", 30.0)
 
@@ -329,7 +329,7 @@ def _add_gemma2(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 def _add_gemma3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
     """Add the fields of Gemma 3 models. Layers with a window have another rotary embedding, which is never scaled."""
     _add_window(gguf, prefix, fields, every=6)
-    _add_scale(fields, num_layers_of_27b=62)
+    _add_query_scale(fields, num_layers_of_27b=62)
     own = {"rope_type": "default", "rope_theta": gguf.number(f"{prefix}.rope.freq_base_swa", 10_000.0)}
     fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": own}
     if f"{prefix}.final_logit_softcapping" in gguf.metadata:
@@ -353,7 +353,7 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
     fields["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
 
 
-def _add_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
+def _add_query_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
     """Add the factor that scales queries, which the metadata lacks. As in llama.cpp, the number of layers identifies
     the 27B model, whose factor differs from the factor of smaller models."""
     if fields["num_hidden_layers"] == num_layers_of_27b:

@@ -94,7 +94,7 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
             f"{gguf.path}: tokenizer.ggml.model is {represented(kind)}; supported are gpt2 and llama; give the model's "
             "directory in the Hugging Face format"
         )
-    tokens, types = _tokens(gguf)
+    tokens, types = _read_tokens(gguf)
     try:
         build = _make_byte_level_bpe if kind == "gpt2" else _make_sentencepiece_bpe
         return _wrap_tokenizer(gguf, build(gguf, tokens, types), tokens, types)
@@ -106,7 +106,7 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
         ) from error
 
 
-def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
+def _read_tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
     """The tokens in order of their ids, and their types, without the unused tokens at the end."""
     key = "tokenizer.ggml.tokens"
     tokens = [token or f"[EMPTY_{at}]" for at, token in enumerate(gguf.texts(key))]
@@ -172,7 +172,7 @@ def _make_sentencepiece_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[i
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
-            [(left, right) for *_, left, right in sorted(_merges(vocabulary, types, scores), reverse=True)],
+            [(left, right) for *_, left, right in sorted(_mergeable_pairs(vocabulary, types, scores), reverse=True)],
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else tokens[unknown],
@@ -187,7 +187,7 @@ def _make_sentencepiece_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[i
     return tokenizer
 
 
-def _merges(
+def _mergeable_pairs(
     vocabulary: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[tuple[float, int, int, str, str]]:
     """Pairs of tokens that merge into another token: the score of the merged token, the lengths of the two tokens, and

@@ -68,7 +68,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = self._split()
+        self._tokens = self._split_tokens()
         self._next = 0
         self._rules: dict[str, Node] = {}
         self._named: dict[str, int] = {}
@@ -199,7 +199,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ tokens
 
-    def _split(self) -> list[_Token]:
+    def _split_tokens(self) -> list[_Token]:
         tokens, at = [], 0
         while at < len(self._text):
             found = _TOKEN.match(self._text, at)
@@ -218,7 +218,7 @@ class _Reader:
         """Whether a rule begins at the next token."""
         return self._peek().kind == "name" and self._tokens[self._next + 1].kind == "defined"
 
-    def _make_error(self, what: str, remedy: str, at: int) -> Unreadable:
+    def _make_error(self, problem: str, remedy: str, at: int) -> Unreadable:
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
-        return Unreadable(f"the grammar has {what} at line {line}, column {column}; {remedy}")
+        return Unreadable(f"the grammar has {problem} at line {line}, column {column}; {remedy}")

@@ -237,7 +237,7 @@ class GrammarProcess:
         def ask(server: GrammarServer) -> bytes:
             nonlocal started
             started = time.monotonic()
-            return self._ask(server, job, encoded)
+            return self._run_job(server, job, encoded)
 
         answer = self._use_server(ask)
         if not answer.endswith(b"\0"):  # the kernel ended the child alone: the process is alive
@@ -264,7 +264,7 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ one job
 
-    def _ask(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
+    def _run_job(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
         """Run a job in a child of the process; return the child's answer, which is incomplete if the kernel ended the
         child.
 
@@ -281,20 +281,20 @@ class GrammarProcess:
             raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         with ours:
             with theirs, self._lock:  # keeps the process's socket open meanwhile
-                server.hand_over(theirs)
+                server.send_socket(theirs)
             _wait_for_child(ours)  # even if cancelled, or clients that cancel early would hide a process that hangs
             job.begin(ours)
             try:
-                answer = self._exchange(ours, content)
+                answer = self._exchange_job(ours, content)
             finally:
                 job.end()
         if job.is_cancelled or self._is_closed:
             raise Cancelled
-        if not answer.endswith(b"\0") and server.ends_within(KILL_PATIENCE):
+        if not answer.endswith(b"\0") and server.wait_for_end(KILL_PATIENCE):
             raise _Ended(_HAS_ENDED)
         return answer
 
-    def _exchange(self, sock: socket.socket, content: bytes) -> bytes:
+    def _exchange_job(self, sock: socket.socket, content: bytes) -> bytes:
         """Send a job to its child; return the child's answer, which is incomplete if the kernel ended the child.
 
         Raises:
@@ -321,9 +321,9 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ the process
 
-    def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """Call `use` with the process, and return the result of `use`. If the process does not answer or has ended,
-        call `use` once more, with a new process.
+    def _use_server(self, function: Callable[[GrammarServer], AnswerT]) -> AnswerT:
+        """Call `function` with the process, and return its result. If the process does not answer or has ended,
+        call `function` once more, with a new process.
 
         Raises:
             GrammarUnavailableError: the second process fails too, or no process is started for `RETRY_AFTER` seconds
@@ -335,7 +335,7 @@ class GrammarProcess:
             server = None
             try:
                 server = self._running_server()
-                answer = use(server)
+                answer = function(server)
                 self._num_failures = 0
                 return answer
             except (_Late, _Ended) as error:
@@ -437,7 +437,7 @@ class GrammarServer:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def ends_within(self, seconds: float) -> bool:
+    def wait_for_end(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the process; return whether it has ended."""
         try:
             self._process.wait(seconds)
@@ -464,14 +464,14 @@ class GrammarServer:
             raise _Ended("ended at its start; the log says why")
         self.sock.settimeout(ACCEPT_TIMEOUT)
 
-    def hand_over(self, theirs: socket.socket) -> None:
-        """Pass `theirs`, the process's end of a job's socket pair, to the process.
+    def send_socket(self, child_socket: socket.socket) -> None:
+        """Pass the child's end of a job's socket pair to the process.
 
         Raises:
             _Late, _Ended: the process does not take the socket.
         """
         try:
-            socket.send_fds(self.sock, [b"j"], [theirs.fileno()])
+            socket.send_fds(self.sock, [b"j"], [child_socket.fileno()])
         except TimeoutError as error:
             raise _Late(f"has accepted no job for {ACCEPT_TIMEOUT:g} s") from error
         except OSError as error:

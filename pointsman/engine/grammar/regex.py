@@ -220,10 +220,10 @@ class _Reader:
             raise self._make_error(f"the count {found[0]}", problem, start)
         return minimum, maximum
 
-    def _refuse_quantifier(self, what: str) -> None:
+    def _refuse_quantifier(self, preceding: str) -> None:
         if self._peek() in tuple("*+?") or _COUNT.match(self._pattern, self._at):
             raise self._make_error(
-                f"a quantifier after {what}", "remove it, or put the part before it in a group", self._at
+                f"a quantifier after {preceding}", "remove it, or put the part before it in a group", self._at
             )
 
     # ------------------------------------------------------------------ characters
@@ -343,8 +343,8 @@ class _Reader:
         """The character of the expression `ahead` characters after the current position; "" after the end."""
         return self._pattern[self._at + ahead : self._at + ahead + 1]
 
-    def _make_error(self, what: str, remedy: str, at: int) -> Unreadable:
-        return Unreadable(f"the expression has {what} at character {at + 1}; {remedy}")
+    def _make_error(self, problem: str, remedy: str, at: int) -> Unreadable:
+        return Unreadable(f"the expression has {problem} at character {at + 1}; {remedy}")
 
 
 def _ends_of_groups(pattern: str) -> dict[int, int]:

@@ -110,7 +110,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
         )
     )
     tree.exclude_surrogates()
-    places = tree.places(_MARK)
+    places = tree.placeholder_rules(_MARK)
     places |= {name: [tree.rule(f"basic_{name}")] for name in ("integer", "number", "escape")}
     for number, (place, names) in enumerate(tree.excluded_names().items()):
         free = f"names-{number}"
@@ -119,8 +119,8 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     # Without this root xgrammar would drop rules that the root does not reach.
     rules["any"] = Choice([Rule(name) for name in rules])
     own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
-    added = tree.add(own, "own_")
-    tree.graft({stock: added[name] for name, stocks in places.items() for stock in stocks})
+    added = tree.add_rules(own, "own_")
+    tree.replace_bodies({number: added[name] for name, numbers in places.items() for number in numbers})
     return tree
 
 

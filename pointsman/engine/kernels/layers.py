@@ -168,7 +168,7 @@ class CompiledGate:
 class CompiledLayers:
     """Makes the kernels of fused layers on a CPU; see `LayerKernels`."""
 
-    def takes(self, weight: Tensor) -> bool:
+    def supports(self, weight: Tensor) -> bool:
         """Whether the CPU kernels support the type and the device of `weight`."""
         return weight.dtype in STORAGE and weight.device.type == "cpu"
 

@@ -3,8 +3,8 @@
     scheduler.schedule     calls `num_external_tokens`: tokens in host memory or in the store
     connector.prepare      plans the step's copies and file reads from the output's saves and loads
     transfers.run          moves the KV with the step, before it computes
-    connector.settle       reports finished loads and finished writes to the scheduler
-    connector.void         reports the loads of voided steps as empty
+    connector.report_finished       reports finished loads and finished writes to the scheduler
+    connector.void_transfers         reports the loads of voided steps as empty
 
 Host memory (`offload.py`) is read before the step computes: a request whose blocks are in host memory is admitted
 without waiting. A thread reads the store (`store.py`), while the request waits as WAITING_FOR_REMOTE_KVS and other
@@ -139,7 +139,7 @@ class EngineConnector:
         self._reader = Worker("pointsman-kv-load")
         self._writer = Worker("pointsman-kv-store")
         self.notify: Callable[[], None] | None = None
-        """Listener that is called, in a thread of the store, when `settle` has something to report."""
+        """Listener that is called, in a thread of the store, when `report_finished` has something to report."""
 
     # ------------------------------------------------------------------ called by the scheduler
 
@@ -224,8 +224,8 @@ class EngineConnector:
             ]
             copies = self.tier.plan([(save.block_id, save.key) for save in output.saves], loads)
             num_saved, num_loaded = len(copies.plan.saves), len(copies.plan.loaded_slots)
-            self._count("offloaded", num_saved, num_saved * self._block_bytes)
-            self._count("restored", num_loaded, num_loaded * self._block_bytes)
+            self._count_moved("offloaded", num_saved, num_saved * self._block_bytes)
+            self._count_moved("restored", num_loaded, num_loaded * self._block_bytes)
         for load in output.loads:
             if load.is_async:
                 self._loading[load.transfer_id] = Waiting(load.request, self._clock())
@@ -235,7 +235,7 @@ class EngineConnector:
         self._steps[output.step_id] = transfers = StepTransfers(copies, starts)
         return transfers
 
-    def void(self, outputs: Sequence[SchedulerOutput]) -> None:
+    def void_transfers(self, outputs: Sequence[SchedulerOutput]) -> None:
         """Void the transfers of the steps in flight, whose `outputs` will not be executed."""
         if self.tier is not None:
             self.tier.drop_plans()
@@ -261,23 +261,25 @@ class EngineConnector:
                 self._counters.num_external_queries += request.num_tokens - (cached - external)
                 self._counters.num_external_hits += external
 
-    def _count(self, what: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int) -> None:
-        """Add to the engine's counters of blocks and bytes that were moved in one way (`what`); only one thread changes
+    def _count_moved(
+        self, way: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int
+    ) -> None:
+        """Add to the engine's counters of blocks and bytes that were moved in one way (`way`); only one thread changes
         each counter."""
         counters = self._counters
-        setattr(counters, f"num_{what}_blocks", getattr(counters, f"num_{what}_blocks") + blocks)
-        setattr(counters, f"num_{what}_bytes", getattr(counters, f"num_{what}_bytes") + num_bytes)
+        setattr(counters, f"num_{way}_blocks", getattr(counters, f"num_{way}_blocks") + blocks)
+        setattr(counters, f"num_{way}_bytes", getattr(counters, f"num_{way}_bytes") + num_bytes)
 
     def _file_load(self, load: Load) -> FileLoad:
         assert self._reads is not None
-        folder, chain = self._reads.folder, self._used_names(load)
+        folder, chain = self._reads.folder, self._names_to_touch(load)
 
         def start(file_load: FileLoad) -> None:
             self._reader.submit(partial(self._read, folder, chain, file_load))
 
         return FileLoad(load, start)
 
-    def _used_names(self, load: Load) -> tuple[bytes, ...]:
+    def _names_to_touch(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load marks as used now. With one group of layers: the request's blocks from
         the first to the last loaded block; otherwise the loaded blocks."""
         size = self._pool.block_size
@@ -288,13 +290,13 @@ class EngineConnector:
     def _loaded_names(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load reads."""
         if self._num_groups == 1:
-            return self._used_names(load)[-len(load.block_ids) :]
+            return self._names_to_touch(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
         return tuple([self._block_name(load.request, group, place) for group, place in at])
 
     # ------------------------------------------------------------------ finished transfers
 
-    def settle(self, scheduler: Scheduler) -> list[Request]:
+    def report_finished(self, scheduler: Scheduler) -> list[Request]:
         """Report finished transfers to the scheduler; return the requests that the scheduler finishes because of
         them."""
         ended, self._taken = self._taken, []
@@ -356,11 +358,11 @@ class EngineConnector:
         folder.touch(chain[: len(chain) - len(keys) + num_loaded])
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize(self._pool.device)
-        self._count("loaded", num_loaded, num_loaded * self._block_bytes)
+        self._count_moved("loaded", num_loaded, num_loaded * self._block_bytes)
         self._counters.num_unloaded_blocks += len(keys) - num_loaded
-        self._note_end(load.transfer_id, self._num_tokens(load, num_loaded))
+        self._note_end(load.transfer_id, self._num_loaded_tokens(load, num_loaded))
 
-    def _num_tokens(self, load: Load, num_loaded: int) -> int:
+    def _num_loaded_tokens(self, load: Load, num_loaded: int) -> int:
         """Number of leading tokens of a load whose blocks, in every group, are among the first `num_loaded` blocks of
         the load."""
         if num_loaded == len(load.block_ids):
@@ -381,12 +383,12 @@ class EngineConnector:
                 num_written += size > 0
                 num_done += 1
             folder.touch(chain)
-            self._writes.wrote(num_bytes)
+            self._writes.count_written(num_bytes)
         except OSError as error:
             logger.warning("KV could not be written to the store: %s", error)
         except Exception:
             logger.exception("KV could not be written to %s", folder.path)
-        self._count("stored", num_written, num_bytes)
+        self._count_moved("stored", num_written, num_bytes)
         self._counters.num_unstored_blocks += len(blocks) - num_done
         self._note_end(transfer_id, 0)
 

@@ -85,7 +85,7 @@ class KVLayout:
         return cls((), tuple(Place(0, slot) for slot in range(len(layers))), tuple(layers))
 
     @property
-    def parts_of(self) -> tuple[int, ...]:
+    def num_parts_of_groups(self) -> tuple[int, ...]:
         """[groups] number of parts into which a slot is divided for layers of the group."""
         parts = {place.group: place.num_parts for place in self.places}
         return tuple(parts[group] for group in sorted(parts))

@@ -227,7 +227,7 @@ class KVStore:
         fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 
-    def wrote(self, num_bytes: int) -> None:
+    def count_written(self, num_bytes: int) -> None:
         """Count `num_bytes` of newly written files; remove old files if the size limit is exceeded. Only the writing
         thread may call this."""
         self._num_bytes += num_bytes

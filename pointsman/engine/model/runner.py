@@ -108,7 +108,7 @@ class ModelRunner:
         self.backend = backend or loaded.attention
         self._fills_rows = self.backend.leaves_out_rows
         layout = pool.layout
-        self._parts = np.array(layout.parts_of, dtype=np.int32)[:, None] if layout.groups else None
+        self._parts = np.array(layout.num_parts_of_groups, dtype=np.int32)[:, None] if layout.groups else None
         """[groups, 1] number of a layer's blocks in one block of the scheduler; None: there is only one group of
         layers."""
         num_steps = scheduler.config.max_steps_in_flight
@@ -344,7 +344,7 @@ class ModelRunner:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         sampled = self.sampler.run(logits, prepared.sampling_batch)
         if prepared.verification is not None:
-            result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
+            result, ok = prepared.verification.verify(sampled.token_ids, sampled.ok, prepared.num_rows)
             result.errors = {} if ok.all() else _errors(prepared, logits, ok)
             return StepExecution(result, sampled.logprobs)
         self._store_sampled(prepared, sampled.token_ids)

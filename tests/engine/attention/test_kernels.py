@@ -120,7 +120,7 @@ needs_two_cores = pytest.mark.skipif(
 def test_other_threads_run_the_kernel_during_the_call_of_meanwhile(counting: Kernel, num_threads: int) -> None:
     for _ in range(20):
         arguments = np.zeros(1002, dtype=np.int64)
-        counting.beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
+        counting.run_beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
         assert (arguments[2:] == 1).all()
 
 
@@ -139,7 +139,7 @@ def test_meanwhile_may_run_pytorch_and_kernels_and_may_raise(counting: Kernel) -
     for _ in range(3):
         arguments = np.zeros(1002, dtype=np.int64)
         with pytest.raises(KeyboardInterrupt):
-            counting.beside(meanwhile, arguments, 2)
+            counting.run_beside(meanwhile, arguments, 2)
         assert (arguments[2:] == 1).all()
     arguments = np.zeros(1002, dtype=np.int64)
     counting(arguments, 2)
@@ -155,7 +155,7 @@ def test_meanwhile_is_not_called_without_another_thread(
     else:
         monkeypatch.setattr(runtime, "openmp_begin_and_end", lambda: None)
     arguments = np.zeros(1002, dtype=np.int64)
-    counting.beside(lambda: pytest.fail("called"), arguments, 1)
+    counting.run_beside(lambda: pytest.fail("called"), arguments, 1)
     assert (arguments[2:] == 1).all()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pointsman.engine.attention.fused import HeadNorms, Heads
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention
-from pointsman.engine.attention.triton_backend import MAX_PARTS, TritonAttention, parts_for
+from pointsman.engine.attention.triton_backend import MAX_PARTS, TritonAttention, choose_num_parts
 from pointsman.engine.kernels.triton_layers import TritonLayers
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool, blocks_for
@@ -244,7 +244,7 @@ def test_norm_and_gate_kernels_equal_pytorch(dtype: torch.dtype) -> None:
 
 
 def test_the_kv_of_more_rows_is_cut_into_fewer_parts() -> None:
-    parts = [parts_for(rows * 8, 132) for rows in (1, 8, 32, 64, 128, 512)]
+    parts = [choose_num_parts(rows * 8, 132) for rows in (1, 8, 32, 64, 128, 512)]
     assert parts == sorted(parts, reverse=True) and parts[0] == MAX_PARTS and parts[-1] == 1
 
 

@@ -159,7 +159,7 @@ def test_drafts_do_not_change_the_distribution() -> None:
             rows=np.array([0]), counts=np.array([2]), starts=np.array([0]), sampling=np.array([0, 0]),
             behind=np.array([1, 0]), drafts=np.array([draft]),
         )  # fmt: skip
-        result, _ = one.judge(np.array(drawn), np.ones(2, dtype=bool), 1)
+        result, _ = one.verify(np.array(drawn), np.ones(2, dtype=bool), 1)
         tokens = tuple(np.asarray(result.token_ids).tolist())
         assert len(tokens) == 1 + (drawn[0] == draft)
         pairs[tokens] = pairs.get(tokens, 0) + 1
@@ -237,14 +237,14 @@ def test_drafts_that_are_always_wrong_are_no_longer_proposed(
 def searched() -> Iterator[list[int]]:
     """The steps that are searched for drafts."""
     steps: list[int] = []
-    follow = PromptLookup._append_newest
+    follow = PromptLookup._append_newest_tokens
 
     def watched(self: PromptLookup, output: Any, update: Any) -> Any:
         steps.append(output.step_id)
         return follow(self, output, update)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptLookup, "_append_newest", watched)
+        patch.setattr(PromptLookup, "_append_newest_tokens", watched)
         yield steps
 
 

@@ -70,7 +70,7 @@ def take(compiler: GrammarCompiler, count: int = 1) -> list[tuple[Request, Compi
     deadline = time.monotonic() + PATIENCE
     while len(found) < count and time.monotonic() < deadline:
         compiler.wait(1.0)
-        found += compiler.take()
+        found += compiler.take_finished()
     assert len(found) == count
     return found
 
@@ -323,8 +323,8 @@ def test_notify_is_called_when_a_grammar_is_done(shared: GrammarCompiler) -> Non
     try:
         shared.add(request_with(regex="bell"))
         assert told.wait(PATIENCE)
-        assert len(shared.take()) == 1
-        assert shared.take() == []
+        assert len(shared.take_finished()) == 1
+        assert shared.take_finished() == []
     finally:
         shared.notify = None
 

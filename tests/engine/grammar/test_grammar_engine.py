@@ -297,7 +297,7 @@ def test_token_masks_depend_only_on_the_output_tokens(demo: LoadedModel, demo_co
     request = Request("r", [5, 6], arrival_time=0.0, max_tokens=30, eos_token_ids=(0,), metadata=params)
     demo_compiler.add(request)
     demo_compiler.wait(60.0)
-    ((_, grammar),) = demo_compiler.take()
+    ((_, grammar),) = demo_compiler.take_finished()
     assert isinstance(grammar, CompiledGrammar)
     request._state.append_output(output_ids)
     row = EditedRow(request, 1, demo.vocab_size, (), RequestGrammar(request, grammar))

@@ -59,7 +59,7 @@ def take(compiler: GrammarCompiler, count: int = 1) -> list[Outcome]:
     deadline = time.monotonic() + PATIENCE
     while len(found) < count and time.monotonic() < deadline:
         compiler.wait(1.0)
-        found += [outcome for _, outcome in compiler.take()]
+        found += [outcome for _, outcome in compiler.take_finished()]
     assert len(found) == count
     return found
 
@@ -213,15 +213,15 @@ def test_a_process_that_hangs_before_it_forks_is_replaced(
     before = started(compiler)
     ours, theirs = socket.socketpair()
     with ours, theirs:  # a job that is never read: its socket is silent, like that of a hanging process
-        hand_over = GrammarServer.hand_over
+        send_socket = GrammarServer.send_socket
 
         def lose(self: GrammarServer, sock: socket.socket) -> None:
-            hand_over(self, sock if self.pid != before else theirs)
+            send_socket(self, sock if self.pid != before else theirs)
             if self.pid == before:
                 kept.append(os.dup(sock.fileno()))
 
         kept: list[int] = []
-        monkeypatch.setattr(GrammarServer, "hand_over", lose)
+        monkeypatch.setattr(GrammarServer, "send_socket", lose)
         assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
     for descriptor in kept:
         os.close(descriptor)

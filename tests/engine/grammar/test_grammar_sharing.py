@@ -78,7 +78,7 @@ class Compiler:
         found: dict[Request, Outcome] = {}
 
         def has_all() -> bool:
-            found.update(self.compiler.take())
+            found.update(self.compiler.take_finished())
             return len(found) >= count
 
         wait_until(has_all)
@@ -143,7 +143,7 @@ def test_a_full_queue_of_one_tenant_is_not_full_for_others(shared: Callable[...,
     assert one.begun("a0", "a1")
     for number in range(2, 8):
         one.add("a", f"a{number}")
-    assert not one.compiler.take()
+    assert not one.compiler.take_finished()
     late = one.add("a", "late")
     error = one.take(1)[late]
     assert isinstance(error, GrammarQueueFullError)
@@ -165,7 +165,7 @@ def test_a_grammar_of_two_tenants_is_compiled_once(shared: Callable[..., Compile
     assert sorted(one.process.order) == ["a0", "a1", "both"]
     for number in range(10):  # its place in the other tenant's queue is free again
         one.add("a", f"more {number}")
-    assert not one.compiler.take()
+    assert not one.compiler.take_finished()
 
 
 def test_a_grammar_is_compiled_though_one_of_its_two_tenants_cancels(shared: Callable[..., Compiler]) -> None:
@@ -223,7 +223,7 @@ def test_a_grammar_without_requests_leaves_the_queue(shared: Callable[..., Compi
     assert not any(expression.startswith("gone") for expression in one.process.order)
     for number in range(3):
         one.add("a", f"later {number}")
-    assert not one.compiler.take()
+    assert not one.compiler.take_finished()
 
 
 def test_failing_to_start_a_thread_is_not_a_grammar_error(

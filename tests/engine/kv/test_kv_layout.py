@@ -52,7 +52,7 @@ def test_layers_of_half_the_size_share_a_slot() -> None:
     layout = layout_of([small, small, large, small, small, large], [32, 32, None] * 2)
     assert layout.groups == (WINDOW, FULL) and len(layout.slots) == 2
     assert [(place.slot, place.part) for place in layout.places] == [(0, 0), (0, 1), (0, 0), (1, 0), (1, 1), (1, 0)]
-    assert layout.parts_of == (2, 1)
+    assert layout.num_parts_of_groups == (2, 1)
     other = LayerShape(1, 5, 5, 4)
     assert layout_of([other, large], [32, None]).groups == (), "keys and values are of other widths"
 
@@ -72,7 +72,7 @@ def test_a_block_has_memory_for_one_group_at_a_time() -> None:
         for block, group in enumerate(group_of_block):
             for layer, place in enumerate(layout.places):
                 if place.group == group:
-                    at = block * layout.parts_of[group]
+                    at = block * layout.num_parts_of_groups[group]
                     for tensor in (pool.keys[layer][at], pool.values[layer][at]):
                         marks.append((tensor, float(len(marks) + 1)))
                         tensor.fill_(marks[-1][1])

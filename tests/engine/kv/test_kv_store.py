@@ -160,11 +160,11 @@ def test_the_directory_stays_below_its_limit_with_the_newest_files(tmp_path: Pat
     size = open_store(tmp_path / "size", loaded).folder.write(KEYS[0], block_of(open_store(tmp_path, loaded), 0))
     store = open_store(tmp_path / "store", loaded, max_bytes=5 * size)
     for number, key in enumerate(KEYS[:5]):
-        store.wrote(store.folder.write(key, block_of(store, number)))
+        store.count_written(store.folder.write(key, block_of(store, number)))
         os.utime(store.folder.path_of(key), (1000 + number, 1000 + number))
     assert store.folder.num_found(KEYS[:5]) == 5
     store.folder.touch([KEYS[0]])
-    store.wrote(store.folder.write(KEYS[5], block_of(store, 5)))
+    store.count_written(store.folder.write(KEYS[5], block_of(store, 5)))
     fresh = open_store(tmp_path / "store", loaded).folder
     assert [fresh.has(key) for key in KEYS[:6]] == [True, False, False, True, True, True]
     prefix_first = sorted(KEYS[3:6], key=lambda key: fresh.path_of(key).stat().st_mtime_ns)
@@ -185,7 +185,7 @@ def test_foreign_files_in_the_directory_are_never_removed(tmp_path: Path, loaded
     unfinished.write_bytes(b"just now")
     long_ago = time.time() - 2 * ABANDONED_AFTER
     os.utime(left_behind, (long_ago, long_ago))
-    store.wrote(store.folder.write(KEYS[0], block_of(store, 0)))
+    store.count_written(store.folder.write(KEYS[0], block_of(store, 0)))
     assert all(path.exists() for path in mine) and unfinished.exists()
     assert not left_behind.exists() and not store.folder.path_of(KEYS[0]).exists()
 
