@@ -377,7 +377,7 @@ class EngineThread:
             case Expect(request_id, mailbox):
                 self._router.expect(request_id, mailbox)
             case Add():
-                self._add(message)
+                self._add_request(message)
             case Call():
                 message.run(self._engine)
                 self._report_finished()
@@ -391,7 +391,7 @@ class EngineThread:
             case TransferDone():
                 self._engine.take_transfers()  # delivers last outputs
 
-    def _add(self, message: Add) -> None:
+    def _add_request(self, message: Add) -> None:
         request_id, mailbox, router = message.request_id, message.mailbox, self._router
         router.stop_expecting(mailbox)
         if mailbox.is_abandoned:

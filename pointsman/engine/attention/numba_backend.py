@@ -54,7 +54,7 @@ class NumbaPlan:
             self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
         return self.num_pairs * pair_size >= LONG
 
-    def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
+    def attention_arguments(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
         """The arguments of `attention_kernel` for layers of a shape. `values_shape` is [num_blocks, kv_heads, size,
         v_dim]."""
         key = (num_heads, k_dim, *values_shape)
@@ -211,7 +211,7 @@ class NumbaAttention:
         query = query.contiguous()
         num_tokens, num_heads, k_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, values.shape[-1])
-        arguments = plan.arguments_for(num_heads, k_dim, values.shape)
+        arguments = plan.attention_arguments(num_heads, k_dim, values.shape)
         arguments[kernel.QUERY], arguments[kernel.OUTPUT] = query.data_ptr(), output.data_ptr()
         arguments[kernel.KEYS], arguments[kernel.VALUES] = keys.data_ptr(), values.data_ptr()
         arguments[kernel.WINDOW] = window or 0

@@ -124,7 +124,7 @@ class PagedBatch:
             tails=tails,
         )
 
-    def in_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
+    def batches_of_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
         """One batch for each group of layers: the tokens of this batch, with the group's tables in `block_tables` [n,
         groups, width or more].
 

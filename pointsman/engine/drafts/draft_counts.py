@@ -40,10 +40,10 @@ class Odds:
         self._num_matched = [0.0] * (LONGEST + 1)
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
-    def observe_matches(self, judged: Iterable[int]) -> None:
-        """Count for each match whether the expected token followed. `judged`: as `NgramLookup.append` returns it, the
-        length of each match, negative if another token followed."""
-        for length in judged:
+    def observe_matches(self, lengths: Iterable[int]) -> None:
+        """Count for each match whether the expected token followed. `lengths`: length of each match, negative
+        if another token followed, as `NgramLookup.append` returns it."""
+        for length in lengths:
             at = min(abs(length), LONGEST)
             self._num_observed[at] += 1
             self._num_matched[at] += length > 0

@@ -191,7 +191,7 @@ class EngineConnector:
         new = [(name, block) for name, block in blocks if not folder.knows(name)]
         if not new:
             return False
-        self._writer.submit(partial(self._write, folder, chain, new, transfer_id))
+        self._writer.submit(partial(self._write_files, folder, chain, new, transfer_id))
         return True
 
     def reset(self) -> None:
@@ -207,7 +207,7 @@ class EngineConnector:
     def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
         """Plan the transfers of the step that was scheduled last; None: it has no transfers."""
         self._count_hits(output)
-        transfers = self._prepare(output) if output.loads or output.saves else None
+        transfers = self._plan_transfers(output) if output.loads or output.saves else None
         if self._is_for_swap and self.tier is not None:
             for request in output.finished:
                 if request.num_preemptions:  # the request's swapped blocks are no longer needed
@@ -216,7 +216,7 @@ class EngineConnector:
                         self.tier.discard(block_name(key, group, self._num_groups) for key in keys)
         return transfers
 
-    def _prepare(self, output: SchedulerOutput) -> StepTransfers:
+    def _plan_transfers(self, output: SchedulerOutput) -> StepTransfers:
         copies, starts = None, list[FileLoad]()
         if self.tier is not None:
             loads = [
@@ -229,7 +229,7 @@ class EngineConnector:
         for load in output.loads:
             if load.is_async:
                 self._loading[load.transfer_id] = Waiting(load.request, self._clock())
-                starts.append(self._file_load(load))
+                starts.append(self._make_file_load(load))
         oldest = output.step_id - self._max_in_flight
         self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > oldest}
         self._steps[output.step_id] = transfers = StepTransfers(copies, starts)
@@ -270,12 +270,12 @@ class EngineConnector:
         setattr(counters, f"num_{way}_blocks", getattr(counters, f"num_{way}_blocks") + blocks)
         setattr(counters, f"num_{way}_bytes", getattr(counters, f"num_{way}_bytes") + num_bytes)
 
-    def _file_load(self, load: Load) -> FileLoad:
+    def _make_file_load(self, load: Load) -> FileLoad:
         assert self._reads is not None
         folder, chain = self._reads.folder, self._names_to_touch(load)
 
         def start(file_load: FileLoad) -> None:
-            self._reader.submit(partial(self._read, folder, chain, file_load))
+            self._reader.submit(partial(self._read_files, folder, chain, file_load))
 
         return FileLoad(load, start)
 
@@ -335,7 +335,7 @@ class EngineConnector:
 
     # ------------------------------------------------------------------ threads of the store
 
-    def _read(self, folder: BlockFolder, chain: Sequence[bytes], file_load: FileLoad) -> None:
+    def _read_files(self, folder: BlockFolder, chain: Sequence[bytes], file_load: FileLoad) -> None:
         if not file_load.claim():
             return
         load, num_loaded = file_load.load, 0
@@ -371,7 +371,7 @@ class EngineConnector:
         place = num_loaded if self._num_groups == 1 else load.block_places.item(num_loaded) - load.first_token // size
         return max(0, place) * size
 
-    def _write(
+    def _write_files(
         self, folder: BlockFolder, chain: Sequence[bytes], blocks: Sequence[tuple[bytes, int]], transfer_id: int
     ) -> None:
         assert self._writes is not None

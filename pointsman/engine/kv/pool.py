@@ -63,7 +63,7 @@ class KVPool:
         layout: KVLayout | None = None,
     ) -> None:
         self.layers = tuple(layers)
-        self.layout = KVLayout.plain(layers) if layout is None else layout
+        self.layout = KVLayout.without_groups(layers) if layout is None else layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype

@@ -173,7 +173,7 @@ class ModelRunner:
         else:
             tables = self.scheduler.group_block_tables[:, :, :width][output.rows] * self._parts
             batch = PagedBatch.build(scheduled, computed, tables[:, 0], block_size)
-            batches = batch.in_groups(tables)
+            batches = batch.batches_of_groups(tables)
         sampling = output.samples.nonzero()[0]
         behind: Int64Array | int = 0  # distance from each sampled position to its row's last position
         verification = None

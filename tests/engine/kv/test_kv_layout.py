@@ -84,7 +84,7 @@ def test_a_block_has_memory_for_one_group_at_a_time() -> None:
 def test_disabling_the_hybrid_manager_keeps_one_group(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_layout([SHAPE] * 2, [32, None], config(), None).groups == (WINDOW, FULL)
     with caplog.at_level(logging.INFO):
-        assert choose_layout([SHAPE] * 2, [32, None], config(), True) == KVLayout.plain([SHAPE] * 2)
+        assert choose_layout([SHAPE] * 2, [32, None], config(), True) == KVLayout.without_groups([SHAPE] * 2)
     assert "the whole context: disable_hybrid_kv_cache_manager is True" in caplog.text
     with pytest.raises(ConfigError, match="disable_hybrid_kv_cache_manager is 'yes'; give True, False or None"):
         choose_layout([SHAPE] * 2, [32, None], config(), "yes")  # type: ignore[arg-type]
