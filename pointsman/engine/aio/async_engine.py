@@ -558,7 +558,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._abandon()
 
     def _detach(self) -> None:
-        """End the stream in its own event loop, and wake tasks that wait for it."""
+        """End the stream, in the stream's event loop, and wake the tasks that wait for outputs."""
         self._abandon()
         if self._mailbox is not None:
             self._mailbox.wake()

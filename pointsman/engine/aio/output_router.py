@@ -156,7 +156,7 @@ class OutputRouter:
                 self._abort_requests_of(port)
 
     def _abort_requests_of(self, port: Port[Any]) -> None:
-        """Abort the requests of a closed port."""
+        """Abort the requests whose mailboxes belong to a closed port."""
         for mailbox in [one for one in self._expected if one.port is port]:
             del self._expected[mailbox]
         self._parked = {mailbox for mailbox in self._parked if mailbox.port is not port}

@@ -52,7 +52,8 @@ def choose_device(name: str) -> torch.device:
 def choose_attention(
     choice: AttentionChoice, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """Make the attention backend that `choice` names, or, for "auto", the fastest that can run the model here.
+    """Make the attention backend with the name `choice`; "auto" is the fastest backend that can run the model on this
+    device.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run on this device.

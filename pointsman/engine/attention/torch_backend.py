@@ -64,8 +64,8 @@ class Group:
 
 
 class TorchPlan:
-    """The plan of one step: the slots of its tokens, and the groups of rows for each window, because each window
-    gathers other blocks."""
+    """The plan of one step: the slots of its tokens, and the groups of rows for each window, because layers with
+    different windows gather different blocks."""
 
     def __init__(self, batch: PagedBatch, shape: LayerShape, device: torch.device | str) -> None:
         self.batch = batch
@@ -183,7 +183,7 @@ def attend_dense(
 
 @dataclass(slots=True)
 class Pieces:
-    """m spans of consecutive queries of a row; the spans of each row are in order."""
+    """m spans; each has consecutive queries of one row, and the spans of a row are in order."""
 
     rows: Int64Array
     """[m] row of each span."""

@@ -1,8 +1,8 @@
 """Chooses the number of drafts, from the odds of acceptance and the cost of a step that verifies them.
 
-    Odds         how often the expected token followed, by the length of the match before it
-    StepCost     seconds of a step, by the number of tokens that it computes
-    choose_draft_counts  the numbers of drafts with which a step gives the most tokens per second, possibly 0
+    Odds                    how often the expected token followed, by the length of the match before it
+    StepCost                seconds of a step, by the number of tokens that it computes
+    choose_draft_counts     the numbers of drafts with which a step gives the most tokens per second, possibly 0
 
 Odds and costs are measured while the engine runs. Whether an expected token was the next token is known at no cost,
 even if it was not verified as a draft. So a request that begins to repeat itself is noticed while it has no drafts.
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
-"""Length of a match, in tokens, from which on longer matches are counted like matches of this length."""
+"""Maximum length of a match, in tokens, with a probability of its own; longer matches are counted like matches of this
+length."""
 PRIOR = 4.0
 """Weight of the prior, the estimate from shorter matches, as a number of observed tokens."""
 MAX_NOTED = 128.0
@@ -30,9 +31,10 @@ MIN_GAIN = 1.05
 class Odds:
     """Estimates the probability that the expected token is the next token, by the length of the match.
 
-    The prior of each length is slightly better than the estimate for the next shorter length: the failure probability
-    at length l is (l + 1) / (l + 2) of that at length l - 1. So where short matches fail, longer matches need not be
-    tried one by one. Without observations the probability of success is l / (l + 2).
+    Each estimate starts from a prior, which is slightly better than the estimate for the next shorter length: the
+    failure probability at length l is (l + 1) / (l + 2) of the failure probability at length l - 1. So where short
+    matches fail, longer matches need not be tried one by one. Without observations the probability of success is
+    l / (l + 2).
     """
 
     def __init__(self) -> None:
@@ -61,9 +63,9 @@ class Odds:
         return each
 
     def max_gain(self, lengths: Iterable[int]) -> float:
-        """Upper bound of the expected number of accepted drafts after matches of these lengths, however many are
-        verified. This method takes a tenth of the time of `probabilities`, which need not be called if the bound is too
-        small."""
+        """Upper bound of the expected number of accepted drafts after matches of these lengths, for any number of
+        verified drafts. This method takes a tenth of the time of `probabilities`, which need not be called if the bound
+        is too small."""
         each = self.probability_by_length()
         gain = each[LONGEST] / (1 - each[LONGEST])  # expected number of accepted drafts after an endless match
         gains = [gain] * (LONGEST + 1)
@@ -72,8 +74,8 @@ class Odds:
         return sum([gains[min(length, LONGEST)] for length in lengths])
 
     def probabilities(self, lengths: npt.ArrayLike, num_tokens: int) -> Float64Array:
-        """[n, num_tokens] probability that the 1st, 2nd, ... expected token after a match and all expected tokens
-        before it are the next tokens.
+        """[n, num_tokens] for each match: the probability that the first 1, 2, ... expected tokens all follow the
+        match.
 
         Args:
             lengths: [n] length of each match, at least 1.
@@ -89,8 +91,8 @@ class StepCost:
     """Seconds of a step as a linear function of its number of tokens, fitted to the newest steps.
 
     Other programs can only make steps slower, so a step that took longer than the fitted time weighs a quarter, and its
-    time is capped. While too few sizes are measured, the prior slope holds: a step of twice as many tokens takes an
-    eighth longer.
+    time is capped. Until steps of different sizes are measured, a prior slope is used: a step of twice as many tokens
+    takes an eighth longer.
 
     Args:
         rounded: function that takes a number of tokens and returns the number of rows that the model computes for these
@@ -99,9 +101,10 @@ class StepCost:
 
     PRIOR_SLOPE = 1 / 8
     PRIOR_WEIGHT = 1 / 8
-    """Weight of the prior slope: that of two measured steps whose sizes are a quarter above and below the mean size."""
+    """Weight of the prior slope: the weight of two measured steps, one a quarter larger and one a quarter smaller than
+    the mean size."""
     FORGET = 1 / 32
-    """Share of the accumulated weight that each step removes."""
+    """Share by which each new step reduces the weight of all earlier steps."""
     ABOVE_WEIGHT = 1 / 4
     FAR_ABOVE = 3.0
 

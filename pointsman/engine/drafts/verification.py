@@ -42,7 +42,7 @@ class Verification:
 
     @classmethod
     def of(cls, output: SchedulerOutput, sampling: Int64Array) -> Verification:
-        """Make the positions of a step. `sampling` [r]: indices of the output's rows that sample."""
+        """Make the sampling positions of a step. `sampling` [r]: indices of the output's rows that sample."""
         counts = 1 + output.num_draft_tokens[sampling].astype(np.int64)
         ends = counts.cumsum()
         return cls(

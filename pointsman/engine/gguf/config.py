@@ -259,7 +259,7 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
 
 
 def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
-    """Add the rotary settings of Llama 3.1 to 3.3, if the factors in the file result from them.
+    """Add the rotary settings of Llama 3.1 to 3.3, if these settings give the factors in the file.
 
     Raises:
         UnsupportedModel: the factors result from other settings.

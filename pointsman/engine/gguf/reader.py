@@ -231,7 +231,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _part_paths(path: Path, num_parts: Any) -> tuple[Path, ...]:
-    """Paths of all parts of the model of which `path` is a part; all these files exist."""
+    """Paths of all parts of the model to which the file `path` belongs. Raises `ModelLoadError` if a part does not
+    exist."""
     name = PART_NAME.fullmatch(path.name)
     if not isinstance(num_parts, int) or not 1 < num_parts <= MAX_PARTS:
         raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")

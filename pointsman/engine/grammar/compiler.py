@@ -98,7 +98,8 @@ class _Done(NamedTuple):
 
 
 class _SharedJob(Job):
-    """The compilation of one grammar, and the requests that wait for it. The worker's lock guards the fields below."""
+    """The compilation of one grammar, and the requests that wait for it. The lock of the `_Worker` guards the
+    attributes."""
 
     def __init__(self, spec: GrammarSpec, stage: _Stage) -> None:
         super().__init__(spec)
@@ -114,11 +115,11 @@ class _SharedJob(Job):
 
 
 class _Stage:
-    """One stage of compilation: the jobs that wait, in a queue per tenant, for the stage's threads. The worker's lock
-    guards it.
+    """One stage of compilation: the jobs that wait, in a queue per tenant, for the stage's threads. The lock of the
+    `_Worker` guards each stage.
 
     Args:
-        lock: the worker's lock.
+        lock: the lock of the `_Worker`.
         max_out: maximum number of jobs of one tenant that are compiled at the same time.
         max_waiting: maximum number of waiting jobs if there is one tenant.
         cpu_slice: seconds of processor time for each job; 0: up to `GrammarLimits.timeout`.
@@ -177,7 +178,7 @@ class _Stage:
         return None
 
     def end_job(self, entry: QueuedItem[_SharedJob]) -> None:
-        """Remove a taken job whose compilation has ended."""
+        """Record that the compilation of a taken job has ended, so that another job of its tenant may be taken."""
         self._queue.end(entry)
         self._has_news.notify()  # the next job of the same tenant may run now
 

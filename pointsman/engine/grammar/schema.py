@@ -141,11 +141,9 @@ def _with_placeholders(schema: Any, rules: dict[str, Node]) -> Any:
 
 
 def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> None:
-    """Add a rule for the rest, after the opening quotation mark, of any JSON string except `names`: a trie with a rule
-    per prefix.
-
-    The beginning that a string shares with one of the names may have no escapes, because escapes would spell the name
-    differently.
+    """Add a rule for any JSON string except `names`, without the opening quotation mark. The rule is a trie, with a
+    rule for each prefix of a name. A string may not have escapes in the prefix that it shares with a name, because
+    escapes could spell the name in another way.
     """
     trie: list[dict[str, int]] = [{}]
     ends = set()

@@ -44,7 +44,8 @@ MAX_PAIR_ROWS = 2
 """Maximum number of rows (queries times heads) of a tile whose rows are computed in pairs, as in a decode where two
 heads share a KV head."""
 SMALL_BATCH = 8
-"""Maximum number of rows (queries times heads) of a tile for which transposing the keys of a block is not faster."""
+"""Maximum number of rows (queries times heads) of a tile whose keys are not transposed, because transposing would
+not be faster."""
 TILE_ROWS = 64
 """Maximum number of rows (queries times heads) of a tile, unless one query has more heads."""
 MASKED_SCORE = -1.0e30

@@ -264,8 +264,8 @@ class EngineConnector:
     def _count_moved(
         self, way: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int
     ) -> None:
-        """Add to the engine's counters of blocks and bytes that were moved in one way (`way`); only one thread changes
-        each counter."""
+        """Add blocks and bytes to the engine's counters for transfers of the kind `way`; only one thread changes each
+        counter."""
         counters = self._counters
         setattr(counters, f"num_{way}_blocks", getattr(counters, f"num_{way}_blocks") + blocks)
         setattr(counters, f"num_{way}_bytes", getattr(counters, f"num_{way}_bytes") + num_bytes)

@@ -110,7 +110,7 @@ class KVEventsConfig:
 
 
 def _address_to_bind(endpoint: str) -> str:
-    """The address with the same port on all interfaces, which the publisher would bind."""
+    """The endpoint with * instead of its host: an address that the publisher binds, on all interfaces."""
     return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 

@@ -6,9 +6,9 @@ Shapes, per layer:
     values [num_blocks, num_kv_heads, block_size, v_dim]
 
 Heads come before the tokens of a block, so one head's keys of one block are contiguous: a decode kernel reads them in
-one piece, and gathering a request's blocks copies whole pieces. The pool may have another type than the model: bfloat16
-under a float32 model halves its memory, and rounds keys and values. Layers may differ in their shapes (multi-head
-latent attention expands keys and values to different widths).
+one piece, and gathering a request's blocks copies whole pieces. The pool may have another type than the model. For a
+float32 model, a pool in bfloat16 takes half the memory, and its keys and values are rounded. Layers may differ in their
+shapes (multi-head latent attention expands keys and values to different widths).
 
 Layers of different groups (`layout.py`) share memory: their tensors are views of the same slot, and a block is in the
 table of one group at a time. Where a slot has p parts, a layer in one part has tensors with p times as many blocks,

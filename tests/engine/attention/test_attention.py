@@ -290,7 +290,11 @@ LAYERS = [LayerShape(2, 16, 8, 4)] * 3  # 3 * 2 * 24 elements a token
 def choose(num_blocks: int | None = None, kv_cache_bytes: int | None = None) -> int:
     config = SchedulerConfig(num_blocks=1, max_model_len=100, max_num_seqs=4, block_size=16)
     return choose_num_blocks(
-        KVLayout.without_groups(LAYERS), config, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, dtype=torch.float32
+        KVLayout.without_groups(LAYERS),
+        config,
+        num_blocks=num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        dtype=torch.float32,
     )
 
 

@@ -76,7 +76,7 @@ def test_options_whose_texts_never_end_are_left_out() -> None:
         ('"a" root ::= "b"', "where a rule must begin"),
         (r'root ::= "\q"', r"the unknown escape '\\q'"),
         (r'root ::= "\x4"', r"the unknown escape '\\x'"),
-        (r'root ::= "\ud800"', "no character"),
+        (r'root ::= "\ud800"', "no valid character"),
         ("root ::= [z-a]", "a range whose last character is before its first"),
         ('root ::= "a"{3,2}', "its minimum is above its maximum"),
         ('root ::= "a"{99999}', "the maximum is 65,536"),

@@ -101,8 +101,8 @@ def test_an_expression_allows_its_matches(expression: str, allowed: list[str]) -
         (r"[a-\d]", "a range with a class at one end"),
         ("a\\", "a backslash at its end"),
         (r"\x4", r"'\x' without its hexadecimal digits"),
-        (r"\ud83d", "no character"),
-        (r"\U00110000", "no character"),
+        (r"\ud83d", "no valid character"),
+        (r"\U00110000", "no valid character"),
         ("(" * (MAX_NESTING + 2), f"groups nested more than {MAX_NESTING} levels deep"),
     ],
 )  # fmt: skip
