@@ -193,7 +193,7 @@ class NumbaAttention:
         arguments[layers.KEYS], arguments[layers.VALUES] = keys.data_ptr(), values.data_ptr()
         arguments[layers.NUM_BLOCKS], arguments[layers.BLOCK_SIZE] = keys.shape[0], keys.shape[2]
         arguments[layers.SLOT_BLOCKS : layers.NUM_TOKENS + 1] = plan.slots
-        layers.heads_kernel(activations, keys.dtype)(arguments, layers.threads_for(batch.num_tokens))
+        layers.heads_kernel(activations, keys.dtype)(arguments, layers.num_threads_for(batch.num_tokens))
 
     def attend(
         self,

@@ -188,7 +188,7 @@ class EngineConnector:
         places, groups = (table[:, : num_tokens // size] >= 0).T.nonzero()
         chain = [self._block_name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
         blocks = zip(chain, table[groups, places].tolist(), strict=True)
-        new = [(name, block) for name, block in blocks if not folder.knows(name)]
+        new = [(name, block) for name, block in blocks if not folder.has_seen(name)]
         if not new:
             return False
         self._writer.submit(partial(self._write_files, folder, chain, new, transfer_id))
@@ -272,14 +272,14 @@ class EngineConnector:
 
     def _make_file_load(self, load: Load) -> FileLoad:
         assert self._reads is not None
-        folder, chain = self._reads.folder, self._names_to_touch(load)
+        folder, chain = self._reads.folder, self._names_to_mark_used(load)
 
         def start(file_load: FileLoad) -> None:
             self._reader.submit(partial(self._read_files, folder, chain, file_load))
 
         return FileLoad(load, start)
 
-    def _names_to_touch(self, load: Load) -> tuple[bytes, ...]:
+    def _names_to_mark_used(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load marks as used now. With one group of layers: the request's blocks from
         the first to the last loaded block; otherwise the loaded blocks."""
         size = self._pool.block_size
@@ -290,7 +290,7 @@ class EngineConnector:
     def _loaded_names(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load reads."""
         if self._num_groups == 1:
-            return self._names_to_touch(load)[-len(load.block_ids) :]
+            return self._names_to_mark_used(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
         return tuple([self._block_name(load.request, group, place) for group, place in at])
 
@@ -352,10 +352,10 @@ class EngineConnector:
             logger.warning(
                 "the file %s of the KV store is damaged and not used: %s", folder.path_of(keys[num_loaded]), error
             )
-            folder.distrust(keys[num_loaded:])  # recomputed blocks will replace them
+            folder.mark_damaged(keys[num_loaded:])  # recomputed blocks will replace them
         except Exception:
             logger.exception("KV could not be loaded from %s", folder.path)
-        folder.touch(chain[: len(chain) - len(keys) + num_loaded])
+        folder.mark_used(chain[: len(chain) - len(keys) + num_loaded])
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize(self._pool.device)
         self._count_moved("loaded", num_loaded, num_loaded * self._block_bytes)
@@ -382,7 +382,7 @@ class EngineConnector:
                 num_bytes += size
                 num_written += size > 0
                 num_done += 1
-            folder.touch(chain)
+            folder.mark_used(chain)
             self._writes.count_written(num_bytes)
         except OSError as error:
             logger.warning("KV could not be written to the store: %s", error)

@@ -309,10 +309,10 @@ def test_kv_pool_size_is_set_in_bytes_or_blocks() -> None:
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
 
 
-def test_writes_after_take_memory_cause_no_page_faults() -> None:
+def test_writes_after_map_memory_cause_no_page_faults() -> None:
     pool = KVPool(LAYERS, num_blocks=4000, block_size=16, dtype=torch.float32)
     page = resource.getpagesize()
-    pool.take_memory()
+    pool.map_memory()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for tensor in pool.keys + pool.values:
         tensor.fill_(1.0)

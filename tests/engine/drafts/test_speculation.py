@@ -216,7 +216,7 @@ def test_drafts_that_are_always_wrong_are_no_longer_proposed(
 ) -> None:
     """At any cost of steps: with odds below 1 %, five drafts cannot gain 5 %."""
     wrong = loaded.vocab_size - 1
-    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
+    monkeypatch.setattr(NgramLookup, "expected_tokens", lambda self, count: [wrong] * count)
     monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
     engine = make(loaded, 5, max_model_len=256, num_blocks=80)
     bias = {wrong: -100.0, 3: -100.0}
@@ -260,7 +260,7 @@ def test_searches_for_drafts_without_result_become_rare(
         engine.step()
     assert np.diff(searched).tolist() == [1, 2, 4, *[8] * (len(searched) - 4)]
     monkeypatch.undo()
-    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: always[-count:])
+    monkeypatch.setattr(NgramLookup, "expected_tokens", lambda self, count: always[-count:])
     always = [77] * 4
     likely = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logit_bias={77: 100.0})
     engine.add_request("b", [77] * 40, likely)

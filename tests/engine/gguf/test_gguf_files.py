@@ -149,12 +149,18 @@ def edited(path: Path, model: Any, **fields: Any) -> Path:
     ("fields", "error"),
     [
         ({"llama__block_count": "2"}, "llama.block_count is '2'; it must be an integer from 1"),
-        ({"llama__block_count": 400}, "llama.block_count is 400, and the file holds 21 tensors"),
+        ({"llama__block_count": 400}, "llama.block_count is 400, but the file has only 21 tensors"),
         ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count is array([4, 4]"),
         ({"llama__attention__head_count": 0}, "llama.attention.head_count is 0; it must be an integer from 1"),
-        ({"llama__attention__layer_norm_rms_epsilon": None}, "has no llama.attention.layer_norm_rms_epsilon; convert"),
+        (
+            {"llama__attention__layer_norm_rms_epsilon": None},
+            "has no field llama.attention.layer_norm_rms_epsilon; convert",
+        ),
         ({"llama__rope__freq_base": float("nan")}, "llama.rope.freq_base is nan; it must be a number above 0"),
-        ({"llama__embedding_length": 64}, "token_embd.weight has the shape [199, 48], and the metadata says [199, 64]"),
+        (
+            {"llama__embedding_length": 64},
+            "token_embd.weight has the shape [199, 48], but the metadata requires [199, 64]",
+        ),
         ({"llama__feed_forward_length": 2**30}, "describes"),
         (
             {"tokenizer__ggml__eos_token_id": 199},
@@ -174,7 +180,7 @@ def test_the_error_names_a_wrong_metadata_field(fields: dict[str, Any], error: s
     [
         ({"llama__expert_count": 8}, "llama.expert_count is 8, which is not supported here"),
         ({"llama__attention__causal": False}, "llama.attention.causal is False, which is not supported here"),
-        ({"llama__rope__dimension_count": 6}, "llama.rope.dimension_count is 6 and a head has 12 elements"),
+        ({"llama__rope__dimension_count": 6}, "llama.rope.dimension_count is 6, but a head has 12 elements"),
         ({"llama__attention__value_length": 6}, "llama.attention.value_length is 6 and key_length 12"),
         (
             {"llama__rope__scaling__type": "longrope"},

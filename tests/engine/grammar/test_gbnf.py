@@ -82,7 +82,7 @@ def test_options_whose_texts_never_end_are_left_out() -> None:
         ('root ::= "a"{99999}', "the maximum is 65,536"),
         ('root ::= "a" (= "b")', "an unexpected '='"),
         ("root ::= 'a'", 'an unexpected "\'"'),
-        ("root ::= " + "(" * 70, "nest at most 64"),
+        ("root ::= " + "(" * 70, "groups nested more than 64 levels deep"),
     ],
 )
 def test_malformed_grammars_are_refused_with_the_position(grammar: str, words: str) -> None:

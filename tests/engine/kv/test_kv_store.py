@@ -163,12 +163,12 @@ def test_the_directory_stays_below_its_limit_with_the_newest_files(tmp_path: Pat
         store.count_written(store.folder.write(key, block_of(store, number)))
         os.utime(store.folder.path_of(key), (1000 + number, 1000 + number))
     assert store.folder.num_found(KEYS[:5]) == 5
-    store.folder.touch([KEYS[0]])
+    store.folder.mark_used([KEYS[0]])
     store.count_written(store.folder.write(KEYS[5], block_of(store, 5)))
     fresh = open_store(tmp_path / "store", loaded).folder
     assert [fresh.has(key) for key in KEYS[:6]] == [True, False, False, True, True, True]
     prefix_first = sorted(KEYS[3:6], key=lambda key: fresh.path_of(key).stat().st_mtime_ns)
-    fresh.touch(KEYS[3:6])
+    fresh.mark_used(KEYS[3:6])
     assert sorted(KEYS[3:6], key=lambda key: -fresh.path_of(key).stat().st_mtime_ns) == KEYS[3:6] == prefix_first
 
 
