@@ -136,7 +136,7 @@ class BlockFolder:
         return tensors
 
     def write(self, key: bytes, block: dict[str, Tensor]) -> int:
-        """Write the file of a block; return the file's size, or 0 if there already is a file that is not marked as damaged.
+        """Write the file of a block; return the file's size, or 0 if a file exists that is not marked as damaged.
 
         Raises:
             OSError: the file cannot be written.
