@@ -302,7 +302,10 @@ def paged_attention_forward(
     """
     handler = get_handler(module)
     if handler is None:
-        raise RuntimeError(f"attention module {type(module).__name__} was not seen when the model was probed")
+        raise RuntimeError(
+            f"the attention module {type(module).__name__} was not called in the model's trial run, so it has no KV in "
+            "the pool; use another model"
+        )
     if attention_mask is not None:
         options["attention_mask"] = attention_mask
     return handler(module, query, key, value, options), None

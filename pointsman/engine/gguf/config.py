@@ -127,7 +127,7 @@ def make_config(gguf: GGUFFile) -> Any:
         return AutoConfig.for_model(**fields)
     except Exception as error:
         raise UnsupportedModel(
-            f"{gguf.path}: model type {fields['model_type']!r} cannot be configured: {first_line(error)}"
+            f"{gguf.path}: transformers has no configuration of type {fields['model_type']!r}: {first_line(error)}"
         ) from error
 
 
