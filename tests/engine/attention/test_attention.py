@@ -139,7 +139,7 @@ def test_kv_before_a_window_is_never_read(backend: str, rows: tuple[list[int], l
     for row, computed in enumerate(setting.computed.tolist()):
         setting.tables[row, : max(0, computed - window + 1) // 8] = foreign
     batch = PagedBatch.build(setting.query_lens, setting.computed, setting.tables, 8)
-    groups = batch.in_groups(np.stack([np.full_like(setting.tables, foreign), setting.tables], axis=1))
+    groups = batch.batches_of_groups(np.stack([np.full_like(setting.tables, foreign), setting.tables], axis=1))
     setting.write_batch(groups[1], setting.computed, setting.query_lens)
     plan = setting.backend.plan(groups[1])
     pool = setting.pool.keys[0], setting.pool.values[0]
