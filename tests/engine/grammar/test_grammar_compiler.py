@@ -204,7 +204,7 @@ def test_the_queue_of_new_grammars_is_bounded(
     ((_, error),) = take(compiler)
     assert isinstance(error, GrammarQueueFullError)
     assert str(error) == (
-        "too many grammars wait to be compiled: 3 of this tenant, of at most 3 now, and 3 of all, of at most 4; "
+        "too many grammars wait to be compiled: 3 of this tenant (at most 3 now) and 3 of all tenants (at most 4); "
         "try again later"
     )
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
@@ -224,8 +224,8 @@ def test_the_queue_of_slow_grammars_is_bounded(
         compiler.add(request)
     errors = [error for _, error in take(compiler, 2)]  # one is compiled, one waits
     words = (
-        "too many grammars that take longer than 0.1 s wait to be compiled: 1 of this tenant, of at most 1 now, and "
-        "1 of all, of at most 2; try again later"
+        "too many grammars that take longer than 0.1 s wait to be compiled: 1 of this tenant (at most 1 now) and "
+        "1 of all tenants (at most 2); try again later"
     )
     assert [(type(error), str(error)) for error in errors] == [(GrammarQueueFullError, words)] * 2
     assert isinstance(outcome(compiler, regex="quick"), CompiledGrammar)

@@ -147,7 +147,7 @@ def test_a_full_queue_of_one_tenant_is_not_full_for_others(shared: Callable[...,
     late = one.add("a", "late")
     error = one.take(1)[late]
     assert isinstance(error, GrammarQueueFullError)
-    assert "6 of this tenant, of at most 6 now, and 6 of all, of at most 8" in str(error)
+    assert "6 of this tenant (at most 6 now) and 6 of all tenants (at most 8)" in str(error)
     others = [one.add("b", f"b{number}") for number in range(2)]  # one is begun, one waits
     one.process.release("b0", "b1")
     assert set(one.take(2)) == set(others)
