@@ -508,7 +508,7 @@ class Engine:
         """
         now = self.clock()
         finished = []
-        for request, grammar in self.grammars.take():
+        for request, grammar in self.grammars.take_finished():
             error = grammar if isinstance(grammar, GrammarError) else None
             if not isinstance(grammar, GrammarError) and request.status.is_parked:
                 try:
@@ -531,7 +531,7 @@ class Engine:
         """
         if self.kv_connector is None:
             return []
-        outputs = self.outputs.end_all(self.kv_connector.settle(self.scheduler), self.clock())
+        outputs = self.outputs.end_all(self.kv_connector.report_finished(self.scheduler), self.clock())
         if self.on_output is not None:
             for output in outputs:
                 self.on_output(output)

@@ -160,7 +160,7 @@ class StepLoop:
         self._runner.loaded.context.end()
         void = self._scheduler.outputs_in_flight
         if void and self._runner.connector is not None:
-            self._runner.connector.void(void)
+            self._runner.connector.void_transfers(void)
         if void:
             self._scheduler.fail(void[0], self._clock())
         if self._updated is not None:  # the scheduler has this step's tokens, so the step is not void

@@ -244,7 +244,7 @@ def main(descriptor: int) -> int:
             grammars = start_compiler(files) if start.warm_up else None
             arguments = with_prefill_gap(start.options)
             engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **arguments)
-            engine.kv_pool.take_memory()
+            engine.kv_pool.map_memory()
             if start.warm_up:
                 with naming_out_of_memory("the warm-up", SMALLER_POOL):
                     warm_up(engine, grammars)

@@ -141,7 +141,7 @@ class RemotePort(Port["RemoteMailbox"]):
         new = EngineOutputs()
         while self._steps:
             new.steps.append(self._steps.popleft())
-        for mailbox in self._take_marked():
+        for mailbox in self._pop_marked_mailboxes():
             if mailbox.take_outputs(new):
                 self.mailboxes.pop(mailbox.key, None)
         return new

@@ -85,7 +85,7 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         ({"long_prefill_token_threshold": 8}, "short-requests", "enable_chunked_prefill is off"),
         ({"kv_events_config": "tcp://*:1"}, None, "not JSON"),
         ({"kv_events_config": "[]"}, None, "must be a JSON object"),
-        ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; known are enable_kv_cache_events"),
+        ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; its fields are enable_kv_cache_events"),
         ({"kv_events_config": '{"hwm": 0}'}, None, "hwm is 0"),
         ({"speculative_config": "ngram"}, None, "--speculative-config is 'ngram', not JSON"),
         (

@@ -31,7 +31,7 @@ class Language:
     def __init__(self, **options: Any) -> None:
         spec = StructuredOutputsParams(**options).spec
         tree = read_tree({**spec._asdict(), "max_whitespace": MAX_WHITESPACE})
-        if not tree.prune():
+        if not tree.remove_empty_options():
             raise ValueError("it allows no text")
         self._compiled = _compiler().compile_grammar(tree.grammar())
 

@@ -398,10 +398,10 @@ class AsyncEngine:
                 port = self._ports[loop] = LoopPort(loop)
             return port
 
-    def _mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
+    def _make_mailbox(self, params: SamplingParams | PoolingParams) -> LoopMailbox:
         return LoopMailbox(self._port(), finished_only=params.output_kind is RequestOutputKind.FINAL_ONLY)
 
-    def _feed(self, request_id: str, parts: AsyncIterator[str | Sequence[int]], mailbox: LoopMailbox) -> InputFeed:
+    def _make_feed(self, request_id: str, parts: AsyncIterator[str | Sequence[int]], mailbox: LoopMailbox) -> InputFeed:
         thread = self._thread
 
         async def extend(part: str | Sequence[int], more_input: bool) -> None:
@@ -495,12 +495,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
         engine, prompt = self._engine, self._prompt
         if self._options["arrival_time"] is None:
             self._options["arrival_time"] = engine._engine.clock()
-        self._mailbox = mailbox = engine._mailbox(self._params)
+        self._mailbox = mailbox = engine._make_mailbox(self._params)
         text: str | None = None
         if isinstance(prompt, AsyncIterator):
-            self._feed = engine._feed(self.request_id, prompt, mailbox)
+            self._feed = engine._make_feed(self.request_id, prompt, mailbox)
             self._options["more_input"] = True
-            prompt = await self._feed.first()
+            prompt = await self._feed.first_part()
         if isinstance(prompt, str):
             engine._thread.send(Expect(self.request_id, mailbox))
             text, prompt = prompt, await engine.tokenize(prompt)
@@ -518,12 +518,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if self._is_over:
             raise StopAsyncIteration
         if self._is_reading:
-            raise RuntimeError(f"two tasks read the stream of {self.request_id!r} at once; let one do it")
+            raise RuntimeError(f"request {self.request_id!r}: two tasks read its stream; read it in one task")
         self._is_reading = True
         try:
             if not self._is_started:
                 await self.start()
-            output = None if self._mailbox is None else await self._mailbox.newer_than(self._seen)
+            output = None if self._mailbox is None else await self._mailbox.wait_newer_than(self._seen)
         except BaseException:  # also when the reading task is cancelled
             self._detach()
             raise
@@ -558,7 +558,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._abandon()
 
     def _detach(self) -> None:
-        """End the stream in its own event loop, and wake tasks that wait for it."""
+        """End the stream, in the stream's event loop, and wake the tasks that wait for outputs."""
         self._abandon()
         if self._mailbox is not None:
             self._mailbox.wake()

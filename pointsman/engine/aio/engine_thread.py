@@ -141,11 +141,11 @@ class EngineThread:
         self._engine = engine
         self._router = OutputRouter(engine.abort)
         engine.on_output = self._router.deliver
-        engine.steps.on_report = self._note_report
+        engine.steps.on_report = self._ring_after_step
         engine.on_ready = self._router.accept
-        engine.grammars.notify = self._note_grammar
+        engine.grammars.notify = self._send_grammar_done
         if engine.kv_connector is not None:
-            engine.kv_connector.notify = self._note_transfer
+            engine.kv_connector.notify = self._send_transfer_done
         self._max_step_retries = max_step_retries
         self._on_step = on_step
         self.pulse = Pulse(on_beat)
@@ -227,10 +227,10 @@ class EngineThread:
         has ended."""
         self._inbox.put(Stop(drain=False))
 
-    def _note_grammar(self) -> None:
+    def _send_grammar_done(self) -> None:
         self._inbox.put(GrammarDone())
 
-    def _note_transfer(self) -> None:
+    def _send_transfer_done(self) -> None:
         self._inbox.put(TransferDone())
 
     def join(self, timeout: float | None = None) -> None:
@@ -248,7 +248,7 @@ class EngineThread:
                 self._handle_messages()
                 if self._has_work() and not self._should_end():
                     self._step()
-            self._abort_all()
+            self._abort_all_requests()
         except BaseException as error:  # every waiting caller must get this error
             self.cause = error
             logger.critical("the engine is dead", exc_info=error)
@@ -257,19 +257,19 @@ class EngineThread:
             self.ended.set_result(None)
 
     def _has_work(self) -> bool:
-        if self._has_unreported_ends or self._engine.has_runnable_requests():
+        if self._has_unreported_finishes or self._engine.has_runnable_requests():
             return True
-        deadline = self._load_deadline
+        deadline = self._kv_load_deadline
         return deadline is not None and deadline <= self._engine.clock()
 
     @property
-    def _load_deadline(self) -> float | None:
+    def _kv_load_deadline(self) -> float | None:
         """Time on the engine's clock at which the next load of KV times out, so that a step is due; None: no load can
         time out."""
         return None if self._engine.kv_connector is None else self._engine.kv_connector.deadline
 
     @property
-    def _has_unreported_ends(self) -> bool:
+    def _has_unreported_finishes(self) -> bool:
         """Whether the scheduler has yet to report finished requests; their ids may be used again after the scheduler's
         next output."""
         return self._engine.scheduler.has_unreported_ends
@@ -281,7 +281,7 @@ class EngineThread:
             return True
         engine = self._engine  # paused requests will not finish by themselves
         ends = engine.has_runnable_requests() if engine.is_paused else engine.has_unfinished_requests()
-        return not (ends or self._router.are_expected)
+        return not (ends or self._router.has_expected_requests)
 
     def _step(self) -> bool:
         """Run one step; return whether it succeeded. The next call retries a failed step, up to `max_step_retries`
@@ -303,7 +303,7 @@ class EngineThread:
         self._num_failures = 0
         return True
 
-    def _note_report(self, output: SchedulerOutput) -> None:
+    def _ring_after_step(self, output: SchedulerOutput) -> None:
         """Ring the ports after the outputs of a step were delivered; the next step may already be executing."""
         if self._on_step is not None:
             self._on_step(output)
@@ -322,19 +322,19 @@ class EngineThread:
         num_more = self._inbox.qsize()
         while message is not None:
             self._handle(message)
-            message = self._poll() if num_more > 0 else None
+            message = self._poll_inbox() if num_more > 0 else None
             num_more -= 1
         self._router.ring()
 
     def _next_message(self) -> Message | None:
         if self._has_work():
-            return self._poll()
+            return self._poll_inbox()
         message: Message | None = None
         while message is None and not self._should_end() and not self._has_work():
             try:
                 message = self._inbox.get(timeout=self._max_wait())
             except Empty:
-                if self._seconds_to_idle == 0:
+                if self._seconds_to_memory_release == 0:
                     self._computed_at = None
                     give_back_freed_pages()
                 self._router.check_ports()
@@ -351,22 +351,22 @@ class EngineThread:
         wait = None if self._stats_log is None else self._stats_log.wait()
         if self._router:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
-        for deadline in (self._engine.deadlines.next(), self._load_deadline):
-            if self._router.are_following and deadline is not None:
+        for deadline in (self._engine.deadlines.next(), self._kv_load_deadline):
+            if self._router.has_followed_requests and deadline is not None:
                 left = max(0.0, deadline - self._engine.clock())
                 wait = left if wait is None else min(wait, left)
-        if (idle := self._seconds_to_idle) is not None:
+        if (idle := self._seconds_to_memory_release) is not None:
             wait = idle if wait is None else min(wait, idle)
         return None if wait is None else min(wait, threading.TIMEOUT_MAX)
 
     @property
-    def _seconds_to_idle(self) -> float | None:
+    def _seconds_to_memory_release(self) -> float | None:
         """Seconds until freed memory is to be returned to the system; None: no step has run since it was returned."""
         if self._computed_at is None:
             return None
         return max(0.0, self._computed_at + SECONDS_TO_IDLE - time.monotonic())
 
-    def _poll(self) -> Message | None:
+    def _poll_inbox(self) -> Message | None:
         try:
             return self._inbox.get_nowait()
         except Empty:
@@ -377,7 +377,7 @@ class EngineThread:
             case Expect(request_id, mailbox):
                 self._router.expect(request_id, mailbox)
             case Add():
-                self._add(message)
+                self._add_request(message)
             case Call():
                 message.run(self._engine)
                 self._report_finished()
@@ -391,16 +391,17 @@ class EngineThread:
             case TransferDone():
                 self._engine.take_transfers()  # delivers last outputs
 
-    def _add(self, message: Add) -> None:
+    def _add_request(self, message: Add) -> None:
         request_id, mailbox, router = message.request_id, message.mailbox, self._router
         router.stop_expecting(mailbox)
         if mailbox.is_abandoned:
             return
         self._adding = mailbox  # the mailbox that gets the error if the thread dies below
         request = self._try_to_add(message)
-        has_ends = self._has_unreported_ends
+        has_ends = self._has_unreported_finishes
         if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):
-            while self._has_unreported_ends:  # the caller may reuse the id, but the scheduler has not released it yet
+            # The caller may reuse the id, but the scheduler has not released it yet.
+            while self._has_unreported_finishes:
                 self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
@@ -435,7 +436,7 @@ class EngineThread:
 
     # ------------------------------------------------------------------ the end
 
-    def _abort_all(self) -> None:
+    def _abort_all_requests(self) -> None:
         for request_id in self._router.request_ids():
             self._engine.abort(request_id)
         with suppress(EngineStepError):  # the outputs are no longer read
@@ -458,7 +459,7 @@ class EngineThread:
         self._router.close(self.dead_error)
         if self._adding is not None:
             self._router.refuse(self._adding, self.dead_error())
-        while (message := self._poll()) is not None:
+        while (message := self._poll_inbox()) is not None:
             if isinstance(message, Add):
                 self._router.refuse(message.mailbox, self.dead_error())
             elif isinstance(message, Call) and message.future.set_running_or_notify_cancel():

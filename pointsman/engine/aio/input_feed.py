@@ -41,7 +41,7 @@ class InputFeed:
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
 
-    async def first(self) -> Prompt:
+    async def first_part(self) -> Prompt:
         """Read and return the first part that is not empty.
 
         Raises:
@@ -51,18 +51,18 @@ class InputFeed:
         async for part in self._parts:
             if len(part):
                 return part
-        raise ValueError("the prompt's iterator ended without a part; give at least one")
+        raise ValueError("the prompt's iterator yielded no part with tokens or text; yield at least one")
 
     def start(self) -> None:
         """Start a task that feeds the remaining parts; the request has been queued with the first part."""
-        self._task = self._loop.create_task(self._feed())
+        self._task = self._loop.create_task(self._feed_parts())
 
     def stop(self) -> None:
         """Cancel the task that feeds parts, because the stream was closed. Safe in finalizers and in any thread."""
         if self._task is not None and not self._task.done() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 
-    async def _feed(self) -> None:
+    async def _feed_parts(self) -> None:
         try:
             async for part in self._parts:
                 if len(part):

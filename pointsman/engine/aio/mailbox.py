@@ -55,7 +55,7 @@ class Port(ABC, Generic[OwnMailbox]):
             mailbox.is_marked = True
             self._marked.append(mailbox)
 
-    def _take_marked(self) -> Iterator[OwnMailbox]:
+    def _pop_marked_mailboxes(self) -> Iterator[OwnMailbox]:
         """Yield the marked mailboxes, in the consumer's thread; each mailbox is unmarked before it is yielded."""
         while self._marked:
             mailbox = self._marked.popleft()
@@ -184,7 +184,7 @@ class LoopPort(Port["LoopMailbox"]):
 
     def _wake_consumers(self) -> None:
         self._is_scheduled = False
-        for mailbox in self._take_marked():
+        for mailbox in self._pop_marked_mailboxes():
             mailbox.wake()
 
 
@@ -206,7 +206,7 @@ class LoopMailbox(Mailbox):
         while not (self._accepted or self.is_abandoned):
             await self._wait()
 
-    async def newer_than(self, seen: RequestOutput | None) -> RequestOutput | None:
+    async def wait_newer_than(self, seen: RequestOutput | None) -> RequestOutput | None:
         """Wait for a snapshot other than `seen`, and return it; None: the consumer has abandoned the mailbox.
 
         Raises:

@@ -54,7 +54,7 @@ class OutputRouter:
     # ------------------------------------------------------------------ requests are added
 
     @property
-    def are_expected(self) -> bool:
+    def has_expected_requests(self) -> bool:
         """Whether any request was announced and not added yet."""
         return bool(self._expected)
 
@@ -74,7 +74,7 @@ class OutputRouter:
         return bool(expected)
 
     @property
-    def are_following(self) -> bool:
+    def has_followed_requests(self) -> bool:
         """Whether any request is followed."""
         return bool(self._routes)
 
@@ -132,7 +132,7 @@ class OutputRouter:
         while self._ports_to_ring:
             port, _ = self._ports_to_ring.popitem()
             if not port.ring():
-                self._forget(port)
+                self._abort_requests_of(port)
 
     # ------------------------------------------------------------------ consumers end
 
@@ -153,10 +153,10 @@ class OutputRouter:
         ports = {route.mailbox.port for route in self._routes.values()} | {one.port for one in self._expected}
         for port in ports:
             if port.is_closed:
-                self._forget(port)
+                self._abort_requests_of(port)
 
-    def _forget(self, port: Port[Any]) -> None:
-        """Abort the requests of a closed port."""
+    def _abort_requests_of(self, port: Port[Any]) -> None:
+        """Abort the requests whose mailboxes belong to a closed port."""
         for mailbox in [one for one in self._expected if one.port is port]:
             del self._expected[mailbox]
         self._parked = {mailbox for mailbox in self._parked if mailbox.port is not port}

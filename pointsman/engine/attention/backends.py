@@ -52,7 +52,8 @@ def choose_device(name: str) -> torch.device:
 def choose_attention(
     choice: AttentionChoice, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """Make the attention backend that `choice` names, or, for "auto", the fastest that can run the model here.
+    """Make the attention backend with the name `choice`; "auto" is the fastest backend that can run the model on this
+    device.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run on this device.
@@ -60,17 +61,19 @@ def choose_attention(
     if not isinstance(choice, str):
         return choice(layers, device)
     if choice not in ATTENTION_NAMES:
-        raise ValueError(f"attention is {choice!r}; choose one of {', '.join(ATTENTION_NAMES)}, or give a class")
+        raise ValueError(
+            f"attention is {choice!r}; choose one of {', '.join(ATTENTION_NAMES)}, or give a backend class"
+        )
     if choice == "torch":
         return TorchAttention(layers, device)
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
-        return _triton(layers, device, dtype, is_asked_for=choice == "triton")
+        return _make_triton_attention(layers, device, dtype, is_asked_for=choice == "triton")
     if device.type != "cpu" and choice == "auto":
         return TorchAttention(layers, device)
-    return _numba(layers, device, dtype, is_asked_for=choice == "numba")
+    return _make_numba_attention(layers, device, dtype, is_asked_for=choice == "numba")
 
 
-def _triton(
+def _make_triton_attention(
     layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, *, is_asked_for: bool
 ) -> AttentionBackend:
     try:
@@ -80,11 +83,13 @@ def _triton(
     except (ImportError, ValueError) as error:
         if is_asked_for:
             raise ValueError(f"attention is 'triton', which cannot run here: {first_line(error)}") from error
-        logger.warning("attention is plain PyTorch, which is slower: %s", first_line(error))
+        logger.warning(
+            "attention uses plain PyTorch, which is slower, because Triton cannot be used: %s", first_line(error)
+        )
         return TorchAttention(layers, device)
 
 
-def _numba(
+def _make_numba_attention(
     layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, *, is_asked_for: bool
 ) -> AttentionBackend:
     try:
@@ -93,7 +98,7 @@ def _numba(
     except ImportError as error:
         if is_asked_for:
             raise ValueError(f"attention is 'numba', which cannot be imported ({error}); pip install numba") from error
-        logger.warning("numba cannot be imported (%s); attention is plain PyTorch, which is slower", error)
+        logger.warning("numba cannot be imported (%s); attention uses plain PyTorch, which is slower", error)
         return TorchAttention(layers, device)
     if dtype not in STORAGE:
         if is_asked_for:

@@ -30,7 +30,7 @@ class GateKernel(Protocol):
 class LayerKernels(Protocol):
     """Makes the kernels of fused layers for a device. Each kernel object is for one layer."""
 
-    def takes(self, weight: Tensor) -> bool:
+    def supports(self, weight: Tensor) -> bool:
         """Whether the kernels support the type and the device of `weight`."""
 
     def norm(self, epsilon: float, offset: float) -> NormKernel:
@@ -58,12 +58,11 @@ class Heads:
     shape: LayerShape
     norms: HeadNorms | None
     key_at: int
-    """Index of the first key element in a token's row of projections, which has queries, keys and values in this
-    order."""
+    """Index of the first element of the keys in a token's row of projections (queries, then keys, then values)."""
     value_at: int
-    """Index of the first value element in a token's row of projections."""
+    """Index of the first element of the values in a token's row of projections."""
     kept: Any = None
-    """Data that the backend caches for the layer."""
+    """Data that the attention backend caches for this layer."""
 
 
 class FusedAttentionBackend(AttentionBackend, Protocol):

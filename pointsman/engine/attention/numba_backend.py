@@ -44,7 +44,7 @@ class NumbaPlan:
     num_pairs: int | None = None
     """Approximate number of pairs of a query and a key to which the query attends; None: not counted yet."""
 
-    def takes_long(self, pair_size: int) -> bool:
+    def has_time_for_other_work(self, pair_size: int) -> bool:
         """Whether a layer's attention takes long enough (`LONG`) for the step's thread to do other work beside the
         kernel.
 
@@ -54,7 +54,7 @@ class NumbaPlan:
             self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
         return self.num_pairs * pair_size >= LONG
 
-    def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
+    def attention_arguments(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
         """The arguments of `attention_kernel` for layers of a shape. `values_shape` is [num_blocks, kv_heads, size,
         v_dim]."""
         key = (num_heads, k_dim, *values_shape)
@@ -134,7 +134,7 @@ class NumbaAttention:
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cpu") -> None:
         if torch.device(device).type != "cpu":
-            raise ValueError(f"the compiled attention backend runs on a CPU, not on {device}; use TorchAttention")
+            raise ValueError(f"the numba attention backend runs on a CPU, not on {device}; use torch or triton")
         self.layers = tuple(layers)
 
     def plan(self, batch: PagedBatch) -> NumbaPlan:
@@ -193,7 +193,7 @@ class NumbaAttention:
         arguments[layers.KEYS], arguments[layers.VALUES] = keys.data_ptr(), values.data_ptr()
         arguments[layers.NUM_BLOCKS], arguments[layers.BLOCK_SIZE] = keys.shape[0], keys.shape[2]
         arguments[layers.SLOT_BLOCKS : layers.NUM_TOKENS + 1] = plan.slots
-        layers.heads_kernel(activations, keys.dtype)(arguments, layers.threads_for(batch.num_tokens))
+        layers.heads_kernel(activations, keys.dtype)(arguments, layers.num_threads_for(batch.num_tokens))
 
     def attend(
         self,
@@ -211,7 +211,7 @@ class NumbaAttention:
         query = query.contiguous()
         num_tokens, num_heads, k_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, values.shape[-1])
-        arguments = plan.arguments_for(num_heads, k_dim, values.shape)
+        arguments = plan.attention_arguments(num_heads, k_dim, values.shape)
         arguments[kernel.QUERY], arguments[kernel.OUTPUT] = query.data_ptr(), output.data_ptr()
         arguments[kernel.KEYS], arguments[kernel.VALUES] = keys.data_ptr(), values.data_ptr()
         arguments[kernel.WINDOW] = window or 0
@@ -222,12 +222,13 @@ class NumbaAttention:
         else:
             arguments[kernel.SINKS] = 0
         run, num_threads = attention_kernel(query.dtype, keys.dtype), torch.get_num_threads()
-        if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
+        pair_size = num_heads * (k_dim + values.shape[-1])
+        if plan.batch.meanwhile.do_part is None or not plan.has_time_for_other_work(pair_size):
             run(arguments, num_threads)
         else:
             # In every layer, this thread does other work until half of the work items are taken, then computes items.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
-            run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
+            run.run_beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:
             output[plan.batch.num_tokens :].zero_()
         return output

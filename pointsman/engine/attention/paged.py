@@ -124,7 +124,7 @@ class PagedBatch:
             tails=tails,
         )
 
-    def in_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
+    def batches_of_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
         """One batch for each group of layers: the tokens of this batch, with the group's tables in `block_tables` [n,
         groups, width or more].
 
@@ -271,7 +271,9 @@ class PagedLayer:
         beat()
         context, index = self.context, self.index
         if not context.plans or context.pool is None or context.backend is None:
-            raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")
+            raise RuntimeError(
+                "an engine's model was called outside a step of the engine; load another copy of the model"
+            )
         pool = context.pool
         return context.backend, context.plans[pool.group_of[index]], pool.keys[index], pool.values[index]
 
@@ -300,7 +302,10 @@ def paged_attention_forward(
     """
     handler = get_handler(module)
     if handler is None:
-        raise RuntimeError(f"attention module {type(module).__name__} was not seen when the model was probed")
+        raise RuntimeError(
+            f"the attention module {type(module).__name__} was not called in the model's trial run, so it has no KV in "
+            "the pool; use another model"
+        )
     if attention_mask is not None:
         options["attention_mask"] = attention_mask
     return handler(module, query, key, value, options), None

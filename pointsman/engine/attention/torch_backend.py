@@ -51,7 +51,7 @@ class Group:
     """For each number of KV heads: row indices [b * heads * width] into the pool, viewed as [num_blocks * heads,
     ...]."""
 
-    def gather(self, cache: Tensor) -> Tensor:
+    def gather_blocks(self, cache: Tensor) -> Tensor:
         """Copy the group's blocks from `cache` [num_blocks, heads, size, dim] to a tensor [b, heads, width * size,
         dim]."""
         _, heads, size, dim = cache.shape
@@ -64,8 +64,8 @@ class Group:
 
 
 class TorchPlan:
-    """The plan of one step: the slots of its tokens, and the groups of rows for each window, because each window
-    gathers other blocks."""
+    """The plan of one step: the slots of its tokens, and the groups of rows for each window, because layers with
+    different windows gather different blocks."""
 
     def __init__(self, batch: PagedBatch, shape: LayerShape, device: torch.device | str) -> None:
         self.batch = batch
@@ -129,7 +129,7 @@ class TorchAttention:
         for group in plan.groups(window):
             rows, _, queries, _ = group.masked.shape
             q = query.index_select(0, group.tokens).view(rows, queries, *query.shape[1:]).transpose(1, 2)
-            k, v = group.gather(keys).to(query.dtype), group.gather(values).to(query.dtype)
+            k, v = group.gather_blocks(keys).to(query.dtype), group.gather_blocks(values).to(query.dtype)
             if queries > 1 and softcap is None and sinks is None:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=~group.masked, scale=scale, enable_gqa=True)
             else:
@@ -183,7 +183,7 @@ def attend_dense(
 
 @dataclass(slots=True)
 class Pieces:
-    """m spans of consecutive queries of a row; the spans of each row are in order."""
+    """m spans; each has consecutive queries of one row, and the spans of a row are in order."""
 
     rows: Int64Array
     """[m] row of each span."""

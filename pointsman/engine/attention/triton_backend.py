@@ -24,7 +24,7 @@ from pointsman.engine.attention.fused import Heads
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.device import to_device
 from pointsman.engine.kernels import triton_attention as kernels
-from pointsman.engine.kernels.triton_layers import TritonLayers, heads_kernel, padded
+from pointsman.engine.kernels.triton_layers import TritonLayers, heads_kernel, padded_size
 from pointsman.engine.kv.layout import LayerShape
 
 MAX_PARTS = 64
@@ -115,7 +115,9 @@ class TritonAttention:
             raise ValueError(f"the Triton attention backend runs on a GPU, not on {device}; use numba or torch")
         largest = max(max(shape.k_dim, shape.v_dim) for shape in layers)
         if largest > MAX_HEAD_DIM:
-            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {MAX_HEAD_DIM}")
+            raise ValueError(
+                f"a head has {largest} elements; Triton attention supports at most {MAX_HEAD_DIM}; use torch"
+            )
         self.layers = tuple(layers)
         self._max_tile_rows = max_tile_rows(largest * dtype.itemsize)
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
@@ -136,7 +138,7 @@ class TritonAttention:
         }
         if len(decodes) < len(batch.query_lens):
             for group in self._groups:
-                arrays[f"tiles of {group}"] = cut_tiles(batch, max(tile_rows, padded(group)) // group)
+                arrays[f"tiles of {group}"] = cut_tiles(batch, max(tile_rows, padded_size(group)) // group)
         tensors = to_device(arrays, self.device)
         return TritonPlan(
             block_size=batch.block_size,
@@ -157,7 +159,7 @@ class TritonAttention:
         """Write keys and values to the slots of the batch; see `AttentionBackend.write`."""
         key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value))
         shape = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.shape[1])
-        _run_heads(plan, shape, None, None, key, value, None, None, keys, values)
+        _run_heads_kernel(plan, shape, None, None, key, value, None, None, keys, values)
 
     def write_heads(
         self,
@@ -173,7 +175,7 @@ class TritonAttention:
         query = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.k_dim)
         key = qkv[:, heads.key_at : heads.value_at].view(-1, shape.num_kv_heads, shape.k_dim)
         value = qkv[:, heads.value_at :].view(-1, shape.num_kv_heads, shape.v_dim)
-        _run_heads(plan, shape, heads, qkv, key, value, rotary, query, keys, values)
+        _run_heads_kernel(plan, shape, heads, qkv, key, value, rotary, query, keys, values)
         return query
 
     def attend(
@@ -207,15 +209,15 @@ class TritonAttention:
             "k_dim": k_dim,
             "v_dim": v_dim,
             "block_size": plan.block_size,
-            "padded_k": padded(k_dim),
-            "padded_v": padded(v_dim),
+            "padded_k": padded_size(k_dim),
+            "padded_v": padded_size(v_dim),
         }
         head_bytes = max(k_dim, v_dim) * query.element_size()
         if len(plan.decode_rows):
             self._decode(plan, query, keys, values, sinks, output, shared, decode_options(head_bytes))
         tiles = plan.tiles.get(group)
         if tiles is not None and len(tiles):
-            tile_rows = max(plan.tile_rows, padded(group))
+            tile_rows = max(plan.tile_rows, padded_size(group))
             kernels.prefill_kernel[(len(tiles), num_kv_heads)](
                 query,
                 keys,
@@ -244,7 +246,7 @@ class TritonAttention:
     ) -> None:
         num_rows, num_heads, v_dim = len(plan.decode_rows), query.shape[1], shared["v_dim"]
         num_kv_heads, group = shared["num_kv_heads"], shared["group"]
-        num_parts = parts_for(num_rows * num_kv_heads, num_processors(self.device))
+        num_parts = choose_num_parts(num_rows * num_kv_heads, num_processors(self.device))
         sums = outputs = output
         if num_parts > 1:
             sums = torch.empty(num_rows, num_heads, num_parts, 2, dtype=torch.float32, device=query.device)
@@ -264,7 +266,7 @@ class TritonAttention:
             sinks,
             **shared,
             num_parts=num_parts,
-            padded_group=padded(group),
+            padded_group=padded_size(group),
             **options,
         )
         if num_parts > 1:
@@ -278,13 +280,13 @@ class TritonAttention:
                 num_heads=num_heads,
                 v_dim=v_dim,
                 num_parts=num_parts,
-                padded_parts=padded(num_parts, 2),
-                padded_v=padded(v_dim),
+                padded_parts=padded_size(num_parts, 2),
+                padded_v=padded_size(v_dim),
                 num_warps=4,
             )
 
 
-def _run_heads(
+def _run_heads_kernel(
     plan: TritonPlan,
     shape: LayerShape,
     heads: Heads | None,
@@ -327,9 +329,9 @@ def _run_heads(
         v_dim=shape.v_dim,
         rotary_dim=0 if cos is None else cos.shape[-1],
         block_size=plan.block_size,
-        padded_group=padded(shape.num_heads // shape.num_kv_heads, 1),
-        padded_k=padded(shape.k_dim),
-        padded_v=padded(shape.v_dim),
+        padded_group=padded_size(shape.num_heads // shape.num_kv_heads, 1),
+        padded_k=padded_size(shape.k_dim),
+        padded_v=padded_size(shape.v_dim),
         num_warps=1 if shape.num_heads // shape.num_kv_heads * shape.k_dim <= 512 else 4,
     )
 
@@ -352,7 +354,7 @@ def prefill_options(head_bytes: int, element_size: int, tile_rows: int) -> dict[
     return {"tile": 32 if head_bytes > 256 else 64, "num_warps": num_warps, "num_stages": 2 if head_bytes > 256 else 3}
 
 
-def parts_for(num_programs: int, num_processors: int) -> int:
+def choose_num_parts(num_programs: int, num_processors: int) -> int:
     """Number of parts into which the decode kernel cuts each row's KV, a power of two.
 
     Args:

@@ -89,7 +89,7 @@ class NgramLookup:
             self._key, self._mask, self._filter = self._make_filter()
         return judged
 
-    def expected(self, count: int) -> array[int]:
+    def expected_tokens(self, count: int) -> array[int]:
         """The next `count` tokens if the match continues; call this only if there is a match (`length` is not 0).
 
         If fewer tokens follow the earlier occurrence, because it is near the end, they are repeated.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pointsman.engine.drafts.draft_counts import MIN_GAIN, Odds, StepCost, best_counts
+from pointsman.engine.drafts.draft_counts import MIN_GAIN, Odds, StepCost, choose_draft_counts
 from pointsman.engine.drafts.ngram_lookup import NgramLookup
 from pointsman.engine.params.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ SEARCH_SHARE = 1 / 256
 has a search."""
 
 
-def takes_drafts(params: SamplingParams) -> bool:
+def can_have_drafts(params: SamplingParams) -> bool:
     """Whether a request with these parameters can have drafts: no parameter edits the logits of a position by the
     tokens before the position."""
     return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
@@ -84,13 +84,13 @@ class PromptLookup:
         """
         for request in output.finished:
             self._lookups.pop(request, None)
-        self._observe_cost(output)
+        self._observe_step_cost(output)
         if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # draft accepted
             self._pause = self._wait = 1
         self._wait -= 1
         if not self._wait:
             start = perf_counter()
-            self._search(output, update, now)
+            self._search_drafts(output, update, now)
             self._search_seconds = perf_counter() - start
             self._wait, self._pause = self._pause, min(2 * self._pause, self._max_pause())
 
@@ -100,28 +100,29 @@ class PromptLookup:
         steps = self._search_seconds / max(SEARCH_SHARE * self._step_seconds, 1e-9)
         return min(LONGEST_PAUSE, max(1, ceil(steps)))
 
-    def _search(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
+    def _search_drafts(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """Propose the drafts with which the next step gives the most tokens per second."""
         max_drafts = self._scheduler.max_drafts
         if not max_drafts:
             return
-        found, num_rows = self._append_newest(output, update)
+        found, num_rows = self._append_newest_tokens(output, update)
         if not found:
             return
         lengths = [lookup.length for _, lookup in found]
         if num_rows + self._odds.max_gain(lengths) < MIN_GAIN * num_rows:
             return
-        chances = self._odds.chances(lengths, max_drafts)
+        probabilities = self._odds.probabilities(lengths, max_drafts)
         drafts: list[int] = []
         counts = np.zeros(output.num_rows, dtype=np.int64)
-        for (index, lookup), count in zip(found, best_counts(chances, num_rows, self._cost).tolist(), strict=True):
+        num_drafts = choose_draft_counts(probabilities, num_rows, self._cost).tolist()
+        for (index, lookup), count in zip(found, num_drafts, strict=True):
             if count:
-                drafts += lookup.expected(count)
+                drafts += lookup.expected_tokens(count)
                 counts[index] = count
         if drafts:
             self._scheduler.propose(output, drafts, counts, now)
 
-    def _observe_cost(self, output: SchedulerOutput) -> None:
+    def _observe_step_cost(self, output: SchedulerOutput) -> None:
         """Add the time since the last call to `StepCost`, as the time of this step. Steps that compute prompts are left
         out."""
         before, self._work = self._work, self._counters.work_time
@@ -130,7 +131,9 @@ class PromptLookup:
         if num_rows and num_tokens == num_rows + len(output.draft_token_ids):
             self._cost.observe(num_tokens, seconds)
 
-    def _append_newest(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
+    def _append_newest_tokens(
+        self, output: SchedulerOutput, update: StepUpdate
+    ) -> tuple[list[tuple[int, NgramLookup]], int]:
         """Append each row's newest tokens to the `NgramLookup` of the row's request. Return (row index, lookup) for
         each row whose lookup expects a continuation, and the number of rows that decode.
         """
@@ -152,8 +155,8 @@ class PromptLookup:
                     newest = request.output_since(len(lookup) - request.num_prompt_tokens).tolist()
                 judged = lookup.append(newest)
                 if judged:
-                    self._odds.note(judged)
-            elif takes_drafts(request.metadata):
+                    self._odds.observe_matches(judged)
+            elif can_have_drafts(request.metadata):
                 lookup = lookups[request] = NgramLookup(request.all_token_ids, self._min_ngram, self._max_ngram)
             if lookup is not None and lookup.length:
                 found.append((index, lookup))

@@ -42,7 +42,7 @@ class Verification:
 
     @classmethod
     def of(cls, output: SchedulerOutput, sampling: Int64Array) -> Verification:
-        """Make the positions of a step. `sampling` [r]: indices of the output's rows that sample."""
+        """Make the sampling positions of a step. `sampling` [r]: indices of the output's rows that sample."""
         counts = 1 + output.num_draft_tokens[sampling].astype(np.int64)
         ends = counts.cumsum()
         return cls(
@@ -54,25 +54,25 @@ class Verification:
             drafts=output.draft_token_ids.astype(np.int64),
         )
 
-    def judge(self, token_ids: Int64Array, ok: BoolArray, num_rows: int) -> tuple[StepResult, BoolArray]:
+    def verify(self, token_ids: Int64Array, is_valid: BoolArray, num_rows: int) -> tuple[StepResult, BoolArray]:
         """Accept or reject the drafts, and compute the result of the step.
 
         Args:
             token_ids: [s] the token drawn at each position.
-            ok: [s] whether the drawn token is valid.
+            is_valid: [s] whether the drawn token is valid.
             num_rows: number of rows of the output.
 
         Returns:
             The result of the step, without error messages; and an array [s]: False where the position makes its row
-            fail. Only a row's first position can do this, if it is not `ok`. A later position that is not `ok` only
-            ends the accepted drafts, and the row fails in its next step.
+            fail. A row fails if the token at its first position is not valid. If the token at a later position is not
+            valid, the drafts before this position remain accepted, and the row fails in its next step.
         """
         goes_on = np.zeros(len(token_ids), dtype=np.bool_)
         inner = (self.behind > 0).nonzero()[0]
-        goes_on[inner] = (token_ids[inner] == self.drafts) & ok[inner] & ok[inner + 1]
+        goes_on[inner] = (token_ids[inner] == self.drafts) & is_valid[inner] & is_valid[inner + 1]
         stops = (~goes_on).nonzero()[0]
         lengths = stops[stops.searchsorted(self.starts)] - self.starts + 1
-        sound = ok[self.starts]
+        sound = is_valid[self.starts]
         lengths[~sound] = 0
         kept = np.arange(len(token_ids)) - np.repeat(self.starts, self.counts) < np.repeat(lengths, self.counts)
         counts = np.zeros(num_rows, dtype=np.int64)

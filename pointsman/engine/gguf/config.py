@@ -127,7 +127,7 @@ def make_config(gguf: GGUFFile) -> Any:
         return AutoConfig.for_model(**fields)
     except Exception as error:
         raise UnsupportedModel(
-            f"{gguf.path}: model type {fields['model_type']!r} cannot be configured: {first_line(error)}"
+            f"{gguf.path}: transformers has no configuration of type {fields['model_type']!r}: {first_line(error)}"
         ) from error
 
 
@@ -144,12 +144,12 @@ def config_fields(gguf: GGUFFile) -> Fields:
         fields[name] = gguf.count(f"{prefix}.{key}")
     if fields["num_hidden_layers"] > len(gguf.tensors):
         raise ModelLoadError(
-            f"{gguf.path}: {prefix}.block_count is {fields['num_hidden_layers']}, and the file holds "
-            f"{len(gguf.tensors)} tensors; they do not belong together"
+            f"{gguf.path}: {prefix}.block_count is {fields['num_hidden_layers']}, but the file has only "
+            f"{len(gguf.tensors)} tensors; convert the model again"
         )
     fields["num_key_value_heads"] = gguf.count(f"{prefix}.attention.head_count_kv", fields["num_attention_heads"])
     fields["rms_norm_eps"] = gguf.number(f"{prefix}.attention.layer_norm_rms_epsilon")
-    fields["vocab_size"] = _embedding(gguf).shape[0]
+    fields["vocab_size"] = _embedding_tensor(gguf).shape[0]
     # llama.cpp writes the output projection only if it differs from the embedding.
     fields["tie_word_embeddings"] = "output.weight" not in gguf.tensors
     for name, key in TOKEN_IDS.items():
@@ -182,7 +182,7 @@ def token_id(gguf: GGUFFile, key: str) -> int | None:
     Raises:
         ModelLoadError: the value is no token id.
     """
-    value, num_tokens = gguf.metadata.get(key), _embedding(gguf).shape[0]
+    value, num_tokens = gguf.metadata.get(key), _embedding_tensor(gguf).shape[0]
     if value is None or value == NO_TOKEN:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < num_tokens:
@@ -193,7 +193,7 @@ def token_id(gguf: GGUFFile, key: str) -> int | None:
     return value
 
 
-def _embedding(gguf: GGUFFile) -> GGUFTensor:
+def _embedding_tensor(gguf: GGUFFile) -> GGUFTensor:
     tensor = gguf.tensors.get("token_embd.weight")
     if tensor is None or len(tensor.shape) != 2:
         raise ModelLoadError(
@@ -216,8 +216,8 @@ def _add_heads(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
     if num_rotated != head_dim:
         if prefix != "phi3" or num_rotated > head_dim:
             raise UnsupportedModel(
-                f"{gguf.path}: {prefix}.rope.dimension_count is {num_rotated} and a head has {head_dim} elements; "
-                f"models of {prefix} that rotate part of a head are not supported here"
+                f"{gguf.path}: {prefix}.rope.dimension_count is {num_rotated}, but a head has {head_dim} elements; "
+                f"{prefix} models in which the two numbers differ are not supported here"
             )
         rope["partial_rotary_factor"] = num_rotated / head_dim
     _scale_rope(gguf, prefix, fields, rope, num_rotated)
@@ -230,14 +230,15 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
     if ROPE_FACTORS in gguf.tensors:
         if kind != "none":
             raise UnsupportedModel(
-                f"{gguf.path} has {ROPE_FACTORS} and {scaling}.type {kind!r}; only one of them is supported"
+                f"{gguf.path} has both the tensor {ROPE_FACTORS} and {scaling}.type {kind!r}; convert the model with "
+                "one of the two"
             )
         _scale_llama3(gguf, rope, num_rotated)
     elif LONG_FACTORS in gguf.tensors:
         original = gguf.count(f"{scaling}.original_context_length")
         rope["rope_type"] = "longrope"
-        rope["short_factor"] = [as_decimal(one) for one in _factors(gguf, SHORT_FACTORS, num_rotated)]
-        rope["long_factor"] = [as_decimal(one) for one in _factors(gguf, LONG_FACTORS, num_rotated)]
+        rope["short_factor"] = [as_decimal(one) for one in _rope_factors(gguf, SHORT_FACTORS, num_rotated)]
+        rope["long_factor"] = [as_decimal(one) for one in _rope_factors(gguf, LONG_FACTORS, num_rotated)]
         rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"] = original
     elif kind in ("linear", "yarn"):
         rope["rope_type"] = kind
@@ -252,18 +253,18 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
                 raise UnsupportedModel(f"{gguf.path}: {scaling}.attn_factor is {factor}, which is not supported here")
     elif kind != "none":
         raise UnsupportedModel(
-            f"{gguf.path}: {scaling}.type is {represented(kind)}, and the file has no rope factors; without them, "
-            "only none, linear and yarn are supported"
+            f"{gguf.path}: {scaling}.type is {represented(kind)}; in a file without tensors of rope factors, only "
+            "none, linear and yarn are supported"
         )
 
 
 def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
-    """Add the rotary settings of Llama 3.1 to 3.3, if the factors in the file result from them.
+    """Add the rotary settings of Llama 3.1 to 3.3, if these settings give the factors in the file.
 
     Raises:
         UnsupportedModel: the factors result from other settings.
     """
-    factors = _factors(gguf, ROPE_FACTORS, num_rotated)
+    factors = _rope_factors(gguf, ROPE_FACTORS, num_rotated)
     factor = float(factors.max())
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / (2 * np.pi)
@@ -271,14 +272,14 @@ def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     if not np.allclose(1 / factors, (1 - smooth) / factor + smooth, rtol=1e-4, atol=0):
         raise UnsupportedModel(
-            f"{gguf.path}: {ROPE_FACTORS} does not hold the factors of a Llama 3.1 to 3.3 model; give the model's "
-            "directory in the Hugging Face format"
+            f"{gguf.path}: {ROPE_FACTORS} does not have the rotary factors of a Llama 3.1 to 3.3 model; give the "
+            "model's directory in the Hugging Face format"
         )
     if factor != 1:
         rope.update({"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE})
 
 
-def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.float32]:
+def _rope_factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.float32]:
     """Divisors of the rotary frequencies, from the tensor `name` of the file.
 
     Raises:
@@ -287,7 +288,7 @@ def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.floa
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (num_rotated // 2,):
         raise ModelLoadError(
-            f"{gguf.path} needs a tensor {name} of {num_rotated // 2} numbers; convert the model again"
+            f"{gguf.path} has no tensor {name} of {num_rotated // 2} float32 numbers; convert the model again"
         )
     factors = tensor.data.view("<f4")
     if not (np.isfinite(factors).all() and (factors > 0).all()):
@@ -320,7 +321,7 @@ def _add_phi3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 def _add_gemma2(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
     _add_window(gguf, prefix, fields, every=2)
-    _add_scale(fields, num_layers_of_27b=46)
+    _add_query_scale(fields, num_layers_of_27b=46)
     fields["attn_logit_softcapping"] = gguf.number(f"{prefix}.attn_logit_softcapping", 50.0)
     fields["final_logit_softcapping"] = gguf.number(f"{prefix}.final_logit_softcapping", 30.0)
 
@@ -328,7 +329,7 @@ def _add_gemma2(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 def _add_gemma3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
     """Add the fields of Gemma 3 models. Layers with a window have another rotary embedding, which is never scaled."""
     _add_window(gguf, prefix, fields, every=6)
-    _add_scale(fields, num_layers_of_27b=62)
+    _add_query_scale(fields, num_layers_of_27b=62)
     own = {"rope_type": "default", "rope_theta": gguf.number(f"{prefix}.rope.freq_base_swa", 10_000.0)}
     fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": own}
     if f"{prefix}.final_logit_softcapping" in gguf.metadata:
@@ -344,7 +345,7 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
         slides = gguf.numbers(key).astype(bool).tolist()
         if len(slides) != num_layers:
             raise ModelLoadError(
-                f"{gguf.path}: {key} has {len(slides)} values for {num_layers} layers; convert it again"
+                f"{gguf.path}: {key} has {len(slides)} values, but the model has {num_layers} layers; convert it again"
             )
     else:
         every = gguf.count(key, every)
@@ -352,7 +353,7 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
     fields["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
 
 
-def _add_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
+def _add_query_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
     """Add the factor that scales queries, which the metadata lacks. As in llama.cpp, the number of layers identifies
     the 27B model, whose factor differs from the factor of smaller models."""
     if fields["num_hidden_layers"] == num_layers_of_27b:

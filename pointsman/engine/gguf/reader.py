@@ -182,13 +182,13 @@ class GGUFFile:
     def _value(self, key: str, default: Any) -> Any:
         value = self.metadata.get(key, default)
         if value is None:
-            raise ModelLoadError(f"{self.path} has no {key}; convert the model again")
+            raise ModelLoadError(f"{self.path} has no field {key}; convert the model again")
         return value
 
-    def _wrong_value_error(self, key: str, wanted: str) -> ModelLoadError:
+    def _wrong_value_error(self, key: str, expected: str) -> ModelLoadError:
         value = self.metadata.get(key)
         said = f"an array of {value.num_texts} texts" if isinstance(value, Texts) else represented(value)
-        return ModelLoadError(f"{self.path}: {key} is {said}; it must be {wanted}; convert the model again")
+        return ModelLoadError(f"{self.path}: {key} is {said}; it must be {expected}; convert the model again")
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -205,7 +205,7 @@ def read_gguf(path: Path) -> GGUFFile:
     num_parts = metadata.get("split.count", 1)
     if num_parts in (0, 1):
         return GGUFFile(path, (path,), metadata, tensors)
-    parts = _parts(path, num_parts)
+    parts = _part_paths(path, num_parts)
     tensors = {}
     for index, part in enumerate(parts):
         own, more = _read_part(part)
@@ -224,26 +224,29 @@ def read_gguf(path: Path) -> GGUFFile:
     num_tensors = metadata.get("split.tensors.count", len(tensors))
     if num_tensors != len(tensors):
         raise ModelLoadError(
-            f"{parts[0]}: split.tensors.count is {represented(num_tensors)}, and the parts hold {len(tensors)} "
+            f"{parts[0]}: split.tensors.count is {represented(num_tensors)}, but the parts have {len(tensors)} "
             "tensors; copy all parts again"
         )
     return GGUFFile(parts[0], parts, metadata, tensors)
 
 
-def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
-    """Paths of all parts of the model of which `path` is a part; all these files exist."""
+def _part_paths(path: Path, num_parts: Any) -> tuple[Path, ...]:
+    """Paths of all parts of the model to which the file `path` belongs. Raises `ModelLoadError` if a part does not
+    exist."""
     name = PART_NAME.fullmatch(path.name)
     if not isinstance(num_parts, int) or not 1 < num_parts <= MAX_PARTS:
         raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")
     if name is None:
         raise ModelLoadError(
-            f"{path} is one of {num_parts} parts, and its name has no part number; name the parts "
+            f"{path} is one of {num_parts} parts, but its name has no part number; name the parts "
             f"NAME-00001-of-{num_parts:05}.gguf and so on"
         )
     parts = [path.with_name(f"{name['name']}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
     for part in parts:
         if not part.is_file():
-            raise ModelLoadError(f"{part} is missing; the model has {num_parts} parts, copy all of them there")
+            raise ModelLoadError(
+                f"{part} is missing; the model has {num_parts} parts, copy all of them to this directory"
+            )
     return tuple(parts)
 
 
@@ -259,23 +262,23 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}; give a GGUF file") from None
     cursor = _Cursor(path, data)
-    cursor.take(len(MAGIC))
-    version = cursor.number(4)
+    cursor.read_bytes(len(MAGIC))
+    version = cursor.read_number(4)
     if version not in VERSIONS:
-        kind = "of the other byte order" if version and not version & 0xFFFF else f"of version {version}"
+        kind = "of big-endian numbers" if version and not version & 0xFFFF else f"of version {version}"
         raise UnsupportedModel(f"{path} is a GGUF file {kind}; supported are versions 2 and 3; convert the model again")
-    num_tensors, num_fields = cursor.number(10), cursor.number(10)
+    num_tensors, num_fields = cursor.read_number(10), cursor.read_number(10)
     for what, value, limit in (("tensors", num_tensors, MAX_TENSORS), ("fields", num_fields, MAX_FIELDS)):
         if value > limit:
             raise ModelLoadError(f"{path} has {value:,} {what}, more than {limit:,}; {COPY_AGAIN}")
     metadata: dict[str, Any] = {}
     for index in range(num_fields):
         cursor.place = f"field {index + 1} of the metadata"
-        key = cursor.text(MAX_NAME)
+        key = cursor.read_text(MAX_NAME)
         if key in metadata:
             raise ModelLoadError(f"{path} has the field {shown(key)} twice; {COPY_AGAIN}")
         cursor.place = shown(key)
-        metadata[key] = cursor.value(cursor.number(4))
+        metadata[key] = cursor.read_value(cursor.read_number(4))
     return metadata, _read_tensors(cursor, num_tensors, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
 
 
@@ -287,18 +290,18 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: Any) -> dict[str
     places: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
     for index in range(num_tensors):
         cursor.place = f"tensor {index + 1}"
-        name = cursor.text(MAX_NAME)
+        name = cursor.read_text(MAX_NAME)
         cursor.place = f"tensor {shown(name)}"
         if name in places:
             raise ModelLoadError(f"{cursor.path}: {cursor.place} occurs twice; {COPY_AGAIN}")
-        num_dimensions = cursor.number(4)
+        num_dimensions = cursor.read_number(4)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise ModelLoadError(
                 f"{cursor.path}: {cursor.place} has {num_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}; "
                 f"{COPY_AGAIN}"
             )
-        shape = tuple(cursor.number(10) for _ in range(num_dimensions))[::-1]
-        places[name] = (_type_of(cursor), shape, cursor.number(10))
+        shape = tuple(cursor.read_number(10) for _ in range(num_dimensions))[::-1]
+        places[name] = (_read_tensor_type(cursor), shape, cursor.read_number(10))
     start = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, (kind, shape, offset) in places.items():
@@ -316,8 +319,8 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: Any) -> dict[str
     return tensors
 
 
-def _type_of(cursor: _Cursor) -> GGMLQuantizationType:
-    number = cursor.number(4)
+def _read_tensor_type(cursor: _Cursor) -> GGMLQuantizationType:
+    number = cursor.read_number(4)
     try:
         return GGMLQuantizationType(number)
     except ValueError:
@@ -341,7 +344,7 @@ class _Cursor:
         self.place = "the header"
         """Description of the field or tensor that is being read, for error messages."""
 
-    def take(self, num_bytes: int) -> memoryview:
+    def read_bytes(self, num_bytes: int) -> memoryview:
         """Read the next `num_bytes` bytes.
 
         Raises:
@@ -350,45 +353,45 @@ class _Cursor:
         start, end = self.at, self.at + num_bytes
         if end > len(self.data):
             raise ModelLoadError(
-                f"{self.path}: {self.place} takes {num_bytes:,} bytes from byte {start:,}, and the file has "
-                f"{len(self.data):,}; {COPY_AGAIN}"
+                f"{self.path}: {self.place} needs {num_bytes:,} bytes from byte {start:,} on, but the file has "
+                f"only {len(self.data):,} bytes; {COPY_AGAIN}"
             )
         self.at = end
         return self.data[start:end]
 
-    def number(self, kind: int) -> Any:
+    def read_number(self, kind: int) -> Any:
         code = f"<{_NUMBERS[kind]}"
-        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
+        (value,) = struct.unpack(code, self.read_bytes(struct.calcsize(code)))
         return as_decimal(np.float32(value)) if kind == _FLOAT32 else value
 
-    def text(self, max_bytes: int) -> str:
-        length = self.number(10)
+    def read_text(self, max_bytes: int) -> str:
+        length = self.read_number(10)
         if length > max_bytes:
             raise ModelLoadError(
-                f"{self.path}: {self.place} has {length:,} bytes of at most {max_bytes:,}; {COPY_AGAIN}"
+                f"{self.path}: {self.place} has {length:,} bytes, more than {max_bytes:,}; {COPY_AGAIN}"
             )
         try:
-            return str(self.take(length), "utf-8")
+            return str(self.read_bytes(length), "utf-8")
         except UnicodeDecodeError:
             raise ModelLoadError(f"{self.path}: {self.place} is no UTF-8 text; {COPY_AGAIN}") from None
 
-    def value(self, kind: int) -> Any:
+    def read_value(self, kind: int) -> Any:
         """Read one value of the metadata; `kind` is the number that the format uses for the value's type."""
         if kind in _NUMBERS:
-            return self.number(kind)
+            return self.read_number(kind)
         if kind == _TEXT:
-            return self.text(MAX_SETTINGS)
+            return self.read_text(MAX_SETTINGS)
         if kind != _ARRAY:
-            raise ModelLoadError(f"{self.path}: {self.place} is of the unknown type {kind}; {COPY_AGAIN}")
-        kind, length = self.number(4), self.number(10)
+            raise ModelLoadError(f"{self.path}: {self.place} has a value of the unknown type {kind}; {COPY_AGAIN}")
+        kind, length = self.read_number(4), self.read_number(10)
         if kind in _NUMBERS:
             dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
-            return np.frombuffer(self.take(length * dtype.itemsize), dtype)
+            return np.frombuffer(self.read_bytes(length * dtype.itemsize), dtype)
         if kind != _TEXT:
             raise ModelLoadError(f"{self.path}: {self.place} is an array of the unsupported type {kind}; {COPY_AGAIN}")
-        return self._texts(length)
+        return self._read_texts(length)
 
-    def _texts(self, num_texts: int) -> Texts:
+    def _read_texts(self, num_texts: int) -> Texts:
         if num_texts > MAX_TEXTS:
             raise ModelLoadError(
                 f"{self.path}: {self.place} has {num_texts:,} texts, more than {MAX_TEXTS:,}; {COPY_AGAIN}"
@@ -399,4 +402,4 @@ class _Cursor:
                 at = end + _LENGTH.size
                 break
             at += _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
-        return Texts(f"{self.path}: {self.place}", self.take(at - self.at), num_texts)
+        return Texts(f"{self.path}: {self.place}", self.read_bytes(at - self.at), num_texts)

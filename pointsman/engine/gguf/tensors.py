@@ -56,7 +56,7 @@ def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, T
     for name, tensor in gguf.tensors.items():
         if name not in places and name not in NOT_WEIGHTS:
             raise UnsupportedModel(
-                f"{tensor.file}: the tensor {shown(name)} has no place in a model of type {config.model_type}; give "
+                f"{tensor.file}: the tensor {shown(name)} is no weight of a model of type {config.model_type}; give "
                 "the model's directory in the Hugging Face format"
             )
     return {place: _dequantised(gguf, gguf.tensors[name], config, dtype) for name, place in places.items()}
@@ -89,7 +89,7 @@ def _match_names(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
         try:
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except Exception as error:
-            raise UnsupportedModel(f"{gguf.path}: the model cannot be built: {first_line(error)}") from error
+            raise UnsupportedModel(f"{gguf.path}: transformers cannot build the model: {first_line(error)}") from error
     family = gguf.text("general.architecture")
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == family)
     names = get_tensor_name_map(kind, config.num_hidden_layers)
@@ -99,13 +99,11 @@ def _match_names(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
         name = names.get_name(place, try_suffixes=(".weight", ".bias"))
         tensor = gguf.tensors.get(name or "")
         if tensor is None:
-            raise ModelLoadError(
-                f"{gguf.path} has no tensor {name} ({place}); the file is not complete, convert it again"
-            )
+            raise ModelLoadError(f"{gguf.path} has no tensor {name} for the weight {place}; convert the model again")
         if tensor.shape != tuple(weight.shape):
             raise ModelLoadError(
-                f"{tensor.file}: the tensor {shown(tensor.name)} has the shape {list(tensor.shape)}, and the metadata "
-                f"says {list(weight.shape)}; they do not belong together, convert the model again"
+                f"{tensor.file}: the tensor {shown(tensor.name)} has the shape {list(tensor.shape)}, but the metadata "
+                f"requires {list(weight.shape)}; convert the model again"
             )
         yield tensor.name, place
 

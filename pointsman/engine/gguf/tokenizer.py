@@ -94,7 +94,7 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
             f"{gguf.path}: tokenizer.ggml.model is {represented(kind)}; supported are gpt2 and llama; give the model's "
             "directory in the Hugging Face format"
         )
-    tokens, types = _tokens(gguf)
+    tokens, types = _read_tokens(gguf)
     try:
         build = _make_byte_level_bpe if kind == "gpt2" else _make_sentencepiece_bpe
         return _wrap_tokenizer(gguf, build(gguf, tokens, types), tokens, types)
@@ -106,14 +106,14 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
         ) from error
 
 
-def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
+def _read_tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
     """The tokens in order of their ids, and their types, without the unused tokens at the end."""
     key = "tokenizer.ggml.tokens"
     tokens = [token or f"[EMPTY_{at}]" for at, token in enumerate(gguf.texts(key))]
     types = gguf.numbers("tokenizer.ggml.token_type").tolist()
     if len(types) != len(tokens):
         raise ModelLoadError(
-            f"{gguf.path}: tokenizer.ggml.token_type has {len(types)} values and {key} {len(tokens)}; convert the "
+            f"{gguf.path}: tokenizer.ggml.token_type has {len(types)} values, but {key} has {len(tokens)}; convert the "
             "model again"
         )
     while types and types[-1] == UNUSED:
@@ -129,8 +129,8 @@ def _make_byte_level_bpe(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[
         left, _, right = merge.partition(" ")
         if not right:
             raise ModelLoadError(
-                f"{gguf.path}: tokenizer.ggml.merges[{at}] is {represented(merge)}; it must be two tokens; convert the "
-                "model again"
+                f"{gguf.path}: tokenizer.ggml.merges[{at}] is {represented(merge)}; it must be two tokens with a space "
+                "between them; convert the model again"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(_vocabulary(gguf, tokens), merges, ignore_merges=pre.ignores_merges))
@@ -172,7 +172,7 @@ def _make_sentencepiece_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[i
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
-            [(left, right) for *_, left, right in sorted(_merges(vocabulary, types, scores), reverse=True)],
+            [(left, right) for *_, left, right in sorted(_mergeable_pairs(vocabulary, types, scores), reverse=True)],
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else tokens[unknown],
@@ -187,7 +187,7 @@ def _make_sentencepiece_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[i
     return tokenizer
 
 
-def _merges(
+def _mergeable_pairs(
     vocabulary: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[tuple[float, int, int, str, str]]:
     """Pairs of tokens that merge into another token: the score of the merged token, the lengths of the two tokens, and
@@ -236,7 +236,7 @@ def _wrap_tokenizer(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str],
         if (index := token_id(gguf, key)) is not None:
             if index >= len(tokens):
                 raise ModelLoadError(
-                    f"{gguf.path}: {key} is {index}, and there are {len(tokens)} tokens; convert it again"
+                    f"{gguf.path}: {key} is {index}, but there are only {len(tokens)} tokens; convert the model again"
                 )
             names[name] = tokens[index]
     steps: list[Any] = (

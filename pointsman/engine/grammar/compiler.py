@@ -1,7 +1,7 @@
 """GrammarCompiler: compiles the grammars of one engine's requests while steps run.
 
     compiler.add(request)            compile a request's grammar; equal grammars are compiled once
-    compiler.take()                  -> requests whose grammar is compiled, or has failed
+    compiler.take_finished()         -> requests whose grammar is compiled, or has failed
     compiler.find(params)            a grammar that was compiled before, without waiting
 
 The engine's thread calls these methods, which never wait. Background threads wait for a process that compiles
@@ -98,7 +98,8 @@ class _Done(NamedTuple):
 
 
 class _SharedJob(Job):
-    """The compilation of one grammar, and the requests that wait for it. The worker's lock guards the fields below."""
+    """The compilation of one grammar, and the requests that wait for it. The lock of the `_Worker` guards the
+    attributes."""
 
     def __init__(self, spec: GrammarSpec, stage: _Stage) -> None:
         super().__init__(spec)
@@ -114,11 +115,11 @@ class _SharedJob(Job):
 
 
 class _Stage:
-    """One stage of compilation: the jobs that wait, in a queue per tenant, for the stage's threads. The worker's lock
-    guards it.
+    """One stage of compilation: the jobs that wait, in a queue per tenant, for the stage's threads. The lock of the
+    `_Worker` guards each stage.
 
     Args:
-        lock: the worker's lock.
+        lock: the lock of the `_Worker`.
         max_out: maximum number of jobs of one tenant that are compiled at the same time.
         max_waiting: maximum number of waiting jobs if there is one tenant.
         cpu_slice: seconds of processor time for each job; 0: up to `GrammarLimits.timeout`.
@@ -148,8 +149,8 @@ class _Stage:
         except CapacityError as error:
             max_held = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
             raise GrammarQueueFullError(
-                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
-                f"{max_held} now, and {error.total} of all, of at most {error.size}; try again later"
+                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant (at most "
+                f"{max_held} now) and {error.total} of all tenants (at most {error.size}); try again later"
             ) from None
         job.queued[tenant] = self._queue.put(tenant, job)
         job.stage = self
@@ -161,7 +162,7 @@ class _Stage:
         self._queue.remove(job.queued.pop(tenant))
         self._capacity.give_back(tenant, 1)
 
-    def take(self) -> QueuedItem[_SharedJob] | None:
+    def take_job(self) -> QueuedItem[_SharedJob] | None:
         """Wait for the next job and remove it from all queues; None: the stage is closed."""
         while not self._is_closed:
             entry = self._queue.take()
@@ -176,13 +177,13 @@ class _Stage:
             self._has_news.wait()
         return None
 
-    def end(self, entry: QueuedItem[_SharedJob]) -> None:
-        """Remove a taken job whose compilation has ended."""
+    def end_job(self, entry: QueuedItem[_SharedJob]) -> None:
+        """Record that the compilation of a taken job has ended, so that another job of its tenant may be taken."""
         self._queue.end(entry)
         self._has_news.notify()  # the next job of the same tenant may run now
 
     def close(self) -> None:
-        """Make every `take` return None from now on."""
+        """Make every `take_job` return None from now on."""
         self._is_closed = True
         self._has_news.notify_all()
 
@@ -200,16 +201,16 @@ class _Worker:
         self.done: SimpleQueue[_Done] = SimpleQueue()
         self.notify: Callable[[], None] | None = None
 
-    def run(self, stage: _Stage) -> None:
+    def compile_jobs(self, stage: _Stage) -> None:
         """Compile the jobs of a stage one after the other, until the stage is closed. Each thread runs this method."""
         while True:
             with self.lock:
-                entry = stage.take()
+                entry = stage.take_job()
             if entry is None:
                 return
             done = self._compile(entry.item)
             with self.lock:
-                stage.end(entry)
+                stage.end_job(entry)
             for one in done:
                 self.put_done(one)
 
@@ -218,7 +219,7 @@ class _Worker:
         if self.notify is not None:
             self.notify()
 
-    def join(self, job: _SharedJob, request: Request) -> None:
+    def add_request(self, job: _SharedJob, request: Request) -> None:
         """Let a request wait for a job.
 
         Raises:
@@ -231,7 +232,7 @@ class _Worker:
             if not job.is_out and tenant not in job.queued:
                 job.stage.put(tenant, job)
 
-    def leave(self, job: _SharedJob, request: Request) -> None:
+    def remove_request(self, job: _SharedJob, request: Request) -> None:
         """End a request's wait for a job."""
         tenant = request.tenant
         with self.lock:
@@ -321,12 +322,12 @@ class GrammarCompiler:
 
     @property
     def notify(self) -> Callable[[], None] | None:
-        """Listener that is called, in a background thread, when `take` has something to return."""
+        """Listener that is called, in a background thread, when `take_finished` has something to return."""
         return self._worker.notify
 
     @notify.setter
-    def notify(self, notify: Callable[[], None] | None) -> None:
-        self._worker.notify = notify
+    def notify(self, listener: Callable[[], None] | None) -> None:
+        self._worker.notify = listener
 
     @property
     def num_waiting(self) -> int:
@@ -355,7 +356,7 @@ class GrammarCompiler:
         if not self._has_tokenizer:
             raise GrammarError("structured output needs a tokenizer, and the model has none")
         if not self._stop_token_ids:
-            raise GrammarError("structured output needs an EOS token to end a text with, and the model names none")
+            raise GrammarError("structured output needs an EOS token, and the model's configuration names none")
         if find_spec("xgrammar") is None:
             raise GrammarError("structured output needs the package xgrammar; pip install 'pointsman[engine]'")
 
@@ -365,8 +366,8 @@ class GrammarCompiler:
         return None if params.structured_outputs is None else self._cache.get(params.structured_outputs.spec)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for the compilation of its grammar; `take` will return the request with the grammar or the
-        failure.
+        """Let a request wait for the compilation of its grammar; `take_finished` will return the request with the
+        grammar or the failure.
 
         Raises:
             GrammarUnavailableError: the system cannot start threads; the request is not added.
@@ -382,7 +383,7 @@ class GrammarCompiler:
                 self._worker.put_done(_Done(job, failure))
         self._job_of[request] = job
         try:
-            self._worker.join(job, request)
+            self._worker.add_request(job, request)
         except GrammarQueueFullError as error:
             self._worker.put_done(_Done(job, error, request.tenant))
 
@@ -392,12 +393,12 @@ class GrammarCompiler:
         job = self._job_of.pop(request, None)
         if job is None:
             return
-        self._worker.leave(job, request)
+        self._worker.remove_request(job, request)
         if not job.requests:
             del self._jobs[job.spec]
             job.cancel()
 
-    def take(self) -> list[tuple[Request, Outcome]]:
+    def take_finished(self) -> list[tuple[Request, Outcome]]:
         """Return the requests whose grammar has been compiled or has failed, each with the compiled grammar or the
         error. They no longer wait."""
         found: list[tuple[Request, Outcome]] = []
@@ -415,7 +416,7 @@ class GrammarCompiler:
         return found
 
     def wait(self, timeout: float) -> None:
-        """Wait until `take` has something to return, at most `timeout` seconds."""
+        """Wait until `take_finished` has something to return, at most `timeout` seconds."""
         if not self._taken:
             try:
                 self._taken.append(self._worker.done.get(timeout=timeout))
@@ -466,7 +467,9 @@ class GrammarCompiler:
         worker = self._worker
         while self._threads_to_start:
             name = f"pointsman-grammar-{len(self._threads_to_start)}"
-            thread = threading.Thread(target=worker.run, args=self._threads_to_start[-1:], name=name, daemon=True)
+            thread = threading.Thread(
+                target=worker.compile_jobs, args=self._threads_to_start[-1:], name=name, daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError as error:
@@ -535,6 +538,6 @@ def _start_and_compile(
     except Cancelled:
         return
     except Exception as error:  # a request that meets the same error reports it again
-        logger.warning("no grammar could be compiled at the start: %s", first_line(error))
+        logger.warning("the trial grammar could not be compiled, so structured output may fail: %s", first_line(error))
     finally:
         grammar.set_result(compiled)

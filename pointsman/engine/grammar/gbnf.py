@@ -68,7 +68,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = self._split()
+        self._tokens = self._split_tokens()
         self._next = 0
         self._rules: dict[str, Node] = {}
         self._named: dict[str, int] = {}
@@ -78,16 +78,16 @@ class _Reader:
         while self._peek().kind != "end":
             name = self._peek()
             if not self._is_rule():
-                raise self._make_error(f"{name.text!r} where a rule begins", "write 'name ::= ...'", name.at)
+                raise self._make_error(f"{name.text!r} where a rule must begin", "write 'name ::= ...'", name.at)
             if name.text in self._rules:
-                raise self._make_error(f"a second rule {name.text!r}", "join the two with '|'", name.at)
+                raise self._make_error(f"a second rule {name.text!r}", "join the two rules with '|'", name.at)
             self._next += 2
             self._rules[name.text] = self._read_choice(depth=0)
             if self._peek().kind != "end" and not self._is_rule():
                 raise self._make_error("a ')' without '('", "remove it", self._peek().at)
         for name_of, at in self._named.items():
             if name_of not in self._rules:
-                raise self._make_error(f"the name {name_of!r} of no rule", "define it", at)
+                raise self._make_error(f"a reference to the undefined rule {name_of!r}", "define the rule", at)
         if ROOT not in self._rules:
             raise Unreadable(f"the grammar has no rule {ROOT!r}; define it: texts are derived from it")
         return self._rules
@@ -97,7 +97,7 @@ class _Reader:
     def _read_choice(self, depth: int) -> Node:
         if depth > MAX_NESTING:
             at = self._peek().at
-            raise self._make_error("more groups within groups", f"nest at most {MAX_NESTING}: write rules", at)
+            raise self._make_error(f"groups nested more than {MAX_NESTING} levels deep", "replace some by rules", at)
         options = [self._read_sequence(depth)]
         while self._peek().text == "|" and self._peek().kind == "mark":
             self._next += 1
@@ -121,7 +121,7 @@ class _Reader:
             return part
         self._next += 1
         if self._is_quantifier():
-            raise self._make_error("a quantifier behind another", "put a group around", self._peek().at)
+            raise self._make_error("a quantifier after a quantifier", "put the first in a group", self._peek().at)
         if token.kind == "mark":
             return Repeat(part, 1 if token.text == "+" else 0, 1 if token.text == "?" else None)
         first, comma, last = (one.strip() for one in token.text.partition(","))
@@ -193,13 +193,13 @@ class _Reader:
             else:
                 code = ord(plain)
             if not is_character(code):
-                raise self._make_error(f"{found[0]!r}, which is no character", "remove it", lexeme.at)
+                raise self._make_error(f"the escape {found[0]!r} of no valid character", "remove it", lexeme.at)
             codes.append((code, plain is None))
         return codes
 
     # ------------------------------------------------------------------ tokens
 
-    def _split(self) -> list[_Token]:
+    def _split_tokens(self) -> list[_Token]:
         tokens, at = [], 0
         while at < len(self._text):
             found = _TOKEN.match(self._text, at)
@@ -218,7 +218,7 @@ class _Reader:
         """Whether a rule begins at the next token."""
         return self._peek().kind == "name" and self._tokens[self._next + 1].kind == "defined"
 
-    def _make_error(self, what: str, remedy: str, at: int) -> Unreadable:
+    def _make_error(self, problem: str, remedy: str, at: int) -> Unreadable:
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
-        return Unreadable(f"the grammar has {what} at line {line}, column {column}; {remedy}")
+        return Unreadable(f"the grammar has {problem} at line {line}, column {column}; {remedy}")

@@ -116,12 +116,12 @@ class RequestGrammar:
         try:
             for token_id in new_token_ids:
                 if not self._matcher.accept_token(token_id):
-                    raise GrammarError(f"token {token_id} is not allowed by the grammar here")
+                    raise GrammarError(f"the grammar does not allow token {token_id} as the next token of the output")
                 self.num_accepted += 1
             self._matcher.fill_next_token_bitmask(masks.words, row)
             is_completed = self._matcher.is_completed()
         except RuntimeError as error:
-            raise GrammarError(f"the grammar failed: {first_line(error)}") from error
+            raise GrammarError(f"xgrammar failed: {first_line(error)}") from error
         self._seconds += time.thread_time() - started
         limit = self._limits.start_time + self._limits.token_time * (self.num_accepted + 1)
         if self._seconds > limit:

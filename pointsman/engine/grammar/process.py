@@ -237,7 +237,7 @@ class GrammarProcess:
         def ask(server: GrammarServer) -> bytes:
             nonlocal started
             started = time.monotonic()
-            return self._ask(server, job, encoded)
+            return self._run_job(server, job, encoded)
 
         answer = self._use_server(ask)
         if not answer.endswith(b"\0"):  # the kernel ended the child alone: the process is alive
@@ -264,7 +264,7 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ one job
 
-    def _ask(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
+    def _run_job(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
         """Run a job in a child of the process; return the child's answer, which is incomplete if the kernel ended the
         child.
 
@@ -281,20 +281,20 @@ class GrammarProcess:
             raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         with ours:
             with theirs, self._lock:  # keeps the process's socket open meanwhile
-                server.hand_over(theirs)
+                server.send_socket(theirs)
             _wait_for_child(ours)  # even if cancelled, or clients that cancel early would hide a process that hangs
             job.begin(ours)
             try:
-                answer = self._exchange(ours, content)
+                answer = self._exchange_job(ours, content)
             finally:
                 job.end()
         if job.is_cancelled or self._is_closed:
             raise Cancelled
-        if not answer.endswith(b"\0") and server.ends_within(KILL_PATIENCE):
+        if not answer.endswith(b"\0") and server.wait_for_end(KILL_PATIENCE):
             raise _Ended(_HAS_ENDED)
         return answer
 
-    def _exchange(self, sock: socket.socket, content: bytes) -> bytes:
+    def _exchange_job(self, sock: socket.socket, content: bytes) -> bytes:
         """Send a job to its child; return the child's answer, which is incomplete if the kernel ended the child.
 
         Raises:
@@ -321,9 +321,9 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ the process
 
-    def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """Call `use` with the process, and return the result of `use`. If the process does not answer or has ended,
-        call `use` once more, with a new process.
+    def _use_server(self, function: Callable[[GrammarServer], AnswerT]) -> AnswerT:
+        """Call `function` with the process, and return its result. If the process does not answer or has ended,
+        call `function` once more, with a new process.
 
         Raises:
             GrammarUnavailableError: the second process fails too, or no process is started for `RETRY_AFTER` seconds
@@ -335,7 +335,7 @@ class GrammarProcess:
             server = None
             try:
                 server = self._running_server()
-                answer = use(server)
+                answer = function(server)
                 self._num_failures = 0
                 return answer
             except (_Late, _Ended) as error:
@@ -380,7 +380,7 @@ class GrammarProcess:
             if isinstance(error, ImportError):
                 raise GrammarError(f"structured output needs the package xgrammar: {first_line(error)}") from error
             raise
-        logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
+        logger.info("process %d was started to compile grammars (%.1f s)", server.pid, time.monotonic() - started)
 
     def _discard_server(self, server: GrammarServer | None, why: Exception) -> None:
         """End a process that failed, unless another job has replaced it already; the next job starts a new process."""
@@ -391,7 +391,7 @@ class GrammarProcess:
         self._num_failures += 1
         if self._num_failures > 1:
             self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable_message(why))
-        logger.warning("the process that compiles grammars (%d) %s; another is started", server.pid, why)
+        logger.warning("the process that compiles grammars (%d) %s; a new process replaces it", server.pid, why)
         server.close()
 
     def _check_open(self) -> None:
@@ -415,7 +415,9 @@ class GrammarServer:
 
     def __init__(self) -> None:
         if not (hasattr(socket, "AF_UNIX") and hasattr(os, "memfd_create")):
-            raise GrammarError("structured output needs Linux, whose kernel limits the process that compiles grammars")
+            raise GrammarError(
+                "structured output needs Linux, because only its kernel can limit the process that compiles grammars"
+            )
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         try:
             self.sock, theirs = socket.socketpair()
@@ -435,7 +437,7 @@ class GrammarServer:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def ends_within(self, seconds: float) -> bool:
+    def wait_for_end(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the process; return whether it has ended."""
         try:
             self._process.wait(seconds)
@@ -462,16 +464,16 @@ class GrammarServer:
             raise _Ended("ended at its start; the log says why")
         self.sock.settimeout(ACCEPT_TIMEOUT)
 
-    def hand_over(self, theirs: socket.socket) -> None:
-        """Pass `theirs`, the process's end of a job's socket pair, to the process.
+    def send_socket(self, child_socket: socket.socket) -> None:
+        """Pass the child's end of a job's socket pair to the process.
 
         Raises:
             _Late, _Ended: the process does not take the socket.
         """
         try:
-            socket.send_fds(self.sock, [b"j"], [theirs.fileno()])
+            socket.send_fds(self.sock, [b"j"], [child_socket.fileno()])
         except TimeoutError as error:
-            raise _Late(f"has taken no job for {ACCEPT_TIMEOUT:g} s") from error
+            raise _Late(f"has accepted no job for {ACCEPT_TIMEOUT:g} s") from error
         except OSError as error:
             raise _Ended(_HAS_ENDED) from error
 
@@ -481,7 +483,7 @@ class GrammarServer:
 
 
 def _unavailable_message(why: Exception) -> str:
-    return f"{NO_COMPILER}their compiler {why}, after it was started again; try again later"
+    return f"{NO_COMPILER}the process that compiles them {why}, also after a restart; try again later"
 
 
 def _wait_for_child(sock: socket.socket) -> None:
@@ -498,7 +500,7 @@ def _wait_for_child(sock: socket.socket) -> None:
             return
         why = sock.recv(200).decode("utf-8", "replace") if first == _NO_CHILD else ""
     except TimeoutError as error:
-        raise _Late(f"has not begun with a job within {ACCEPT_TIMEOUT:.1f} s") from error
+        raise _Late(f"has not started a job within {ACCEPT_TIMEOUT:.1f} s") from error
     except OSError as error:
         raise _Ended(_HAS_ENDED) from error
     if first == _NO_CHILD:

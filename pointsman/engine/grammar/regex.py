@@ -127,9 +127,7 @@ class _Reader:
             is_end: whether the text ends with the group.
         """
         if depth > MAX_NESTING:
-            raise self._make_error(
-                "more", f"groups are nested {MAX_NESTING} levels deep at most: flatten them", self._at
-            )
+            raise self._make_error(f"groups nested more than {MAX_NESTING} levels deep", "flatten them", self._at)
         options = [self._read_sequence(depth, is_start, is_end)]
         while self._peek() == "|":
             self._at += 1
@@ -144,7 +142,7 @@ class _Reader:
             if token == "^":
                 self._at += 1
                 if parts or not is_start:
-                    raise self._make_error("a '^' behind the text's start", "remove it, or write '\\^'", start)
+                    raise self._make_error("a '^' after the start of the text", "remove it, or write '\\^'", start)
                 self._refuse_quantifier("'^'")
                 continue
             if token == "$":
@@ -153,10 +151,10 @@ class _Reader:
                 self._refuse_quantifier("'$'")
                 continue
             if end is not None:
-                raise self._make_error("a '$' before the text's end", "remove it, or write '\\$'", end)
+                raise self._make_error("a '$' before the end of the text", "remove it, or write '\\$'", end)
             parts.append(self._read_quantified(depth, is_start and not parts, is_end))
         if end is not None and not is_end:
-            raise self._make_error("a '$' before the text's end", "remove it, or write '\\$'", end)
+            raise self._make_error("a '$' before the end of the text", "remove it, or write '\\$'", end)
         return parts[0] if len(parts) == 1 else Sequence(_joined(parts))
 
     def _read_quantified(self, depth: int, is_start: bool, is_end: bool) -> Node:
@@ -182,7 +180,9 @@ class _Reader:
                 self._at += 2
             else:
                 kinds = (what for mark, what in _REFUSED_GROUPS.items() if self._pattern.startswith(mark, self._at))
-                raise self._make_error(next(kinds, "a flag, or an unknown group,"), "write it without", start)
+                raise self._make_error(
+                    next(kinds, "a flag, or an unknown group,"), "rewrite the expression without it", start
+                )
         node = self._read_choice(depth=depth + 1, is_start=is_start, is_end=is_end)
         if self._peek() != ")":
             raise self._make_error("a '(' without ')'", "close it, or write '\\('", start)
@@ -220,9 +220,11 @@ class _Reader:
             raise self._make_error(f"the count {found[0]}", problem, start)
         return minimum, maximum
 
-    def _refuse_quantifier(self, what: str) -> None:
+    def _refuse_quantifier(self, preceding: str) -> None:
         if self._peek() in tuple("*+?") or _COUNT.match(self._pattern, self._at):
-            raise self._make_error(f"a quantifier behind {what}", "remove it, or put a group around", self._at)
+            raise self._make_error(
+                f"a quantifier after {preceding}", "remove it, or put the part before it in a group", self._at
+            )
 
     # ------------------------------------------------------------------ characters
 
@@ -332,7 +334,7 @@ class _Reader:
             self._at = low.end()
             return 0x10000 + ((code - FIRST_SURROGATE) << 10) + (int(low[1], 16) - 0xDC00)
         if not is_character(code):
-            raise self._make_error(f"'\\{found[0]}', which is no character,", "remove it", start)
+            raise self._make_error(f"the escape '\\{found[0]}' of no valid character", "remove it", start)
         return code
 
     # ------------------------------------------------------------------ places
@@ -341,8 +343,8 @@ class _Reader:
         """The character of the expression `ahead` characters after the current position; "" after the end."""
         return self._pattern[self._at + ahead : self._at + ahead + 1]
 
-    def _make_error(self, what: str, remedy: str, at: int) -> Unreadable:
-        return Unreadable(f"the expression has {what} at character {at + 1}; {remedy}")
+    def _make_error(self, problem: str, remedy: str, at: int) -> Unreadable:
+        return Unreadable(f"the expression has {problem} at character {at + 1}; {remedy}")
 
 
 def _ends_of_groups(pattern: str) -> dict[int, int]:

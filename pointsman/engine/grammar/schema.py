@@ -110,7 +110,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
         )
     )
     tree.exclude_surrogates()
-    places = tree.places(_MARK)
+    places = tree.placeholder_rules(_MARK)
     places |= {name: [tree.rule(f"basic_{name}")] for name in ("integer", "number", "escape")}
     for number, (place, names) in enumerate(tree.excluded_names().items()):
         free = f"names-{number}"
@@ -119,8 +119,8 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     # Without this root xgrammar would drop rules that the root does not reach.
     rules["any"] = Choice([Rule(name) for name in rules])
     own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
-    added = tree.add(own, "own_")
-    tree.graft({stock: added[name] for name, stocks in places.items() for stock in stocks})
+    added = tree.add_rules(own, "own_")
+    tree.replace_bodies({number: added[name] for name, numbers in places.items() for number in numbers})
     return tree
 
 
@@ -141,11 +141,9 @@ def _with_placeholders(schema: Any, rules: dict[str, Node]) -> Any:
 
 
 def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> None:
-    """Add a rule for the rest, after the opening quotation mark, of any JSON string except `names`: a trie with a rule
-    per prefix.
-
-    The beginning that a string shares with one of the names may have no escapes, because escapes would spell the name
-    differently.
+    """Add a rule for any JSON string except `names`, without the opening quotation mark. The rule is a trie, with a
+    rule for each prefix of a name. A string may not have escapes in the prefix that it shares with a name, because
+    escapes could spell the name in another way.
     """
     trie: list[dict[str, int]] = [{}]
     ends = set()

@@ -4,11 +4,11 @@ xgrammar exports a grammar as JSON: rules, each with the number of an expression
 and to each other by number. The methods find and change rules and expressions:
 
 - `exclude_surrogates`: remove halves of surrogate pairs, which xgrammar allows, from classes such as `[^a]`;
-- `graft`: give a rule the body of a rule of another grammar;
+- `replace_bodies`: give a rule the body of a rule of another grammar;
 - `excluded_names`: find the names that an object's additional properties may not have; xgrammar excludes them only
   partly;
-- `places`: find the rules of placeholder texts;
-- `prune`: remove options that allow no text. A model that chose such an option could never end its text.
+- `placeholder_rules`: find the rules of placeholder texts;
+- `remove_empty_options`: remove options that allow no text. A model that chose such an option could never end its text.
 
 `tests/engine/grammar/test_schema.py` fails if a new version of xgrammar has another format.
 """
@@ -64,7 +64,7 @@ class GrammarTree:
                 return number
         raise KeyError(name)
 
-    def add(self, other: GrammarTree, prefix: str) -> dict[str, int]:
+    def add_rules(self, other: GrammarTree, prefix: str) -> dict[str, int]:
         """Add the rules of another grammar, with `prefix` before their names.
 
         Returns:
@@ -84,19 +84,19 @@ class GrammarTree:
             self._rules.append([f"{prefix}{name}", body + first_expression, shifted, *rest])
         return {rule[0]: first_rule + number for number, rule in enumerate(other._rules)}
 
-    def graft(self, scions: Mapping[int, int]) -> None:
-        """Replace the bodies of rules. `scions`: number of the rule whose body is replaced (the stock) -> number of the
-        rule whose body replaces it (the scion).
+    def replace_bodies(self, replacements: Mapping[int, int]) -> None:
+        """Replace the bodies of rules. `replacements`: number of the rule whose body is replaced -> number of the rule
+        with the new body.
 
-        A scion that is a single sequence is inlined in the sequences that refer to its stock: xgrammar cannot look
+        A new body that is a single sequence is inlined in the sequences that refer to the rule: xgrammar cannot look
         ahead behind a rule that ends with a long repetition, and each token of the repetition would take milliseconds.
         """
         parts: dict[int, list[int]] = {}
-        for stock, scion in scions.items():
-            body = self._rules[stock][1] = self._rules[scion][1]
+        for replaced, replacement in replacements.items():
+            body = self._rules[replaced][1] = self._rules[replacement][1]
             kind, options = self._expressions[body]
             if kind == CHOICES and len(options) == 1 and self._expressions[options[0]][0] == SEQUENCE:
-                parts[stock] = self._expressions[options[0]][1]
+                parts[replaced] = self._expressions[options[0]][1]
         named = {
             number: parts[payload[0]]
             for number, (kind, payload) in enumerate(self._expressions)
@@ -107,7 +107,7 @@ class GrammarTree:
                 spliced = chain.from_iterable(named.get(one, [one]) for one in payload)
                 self._expressions[number] = SEQUENCE, list(spliced)
 
-    def places(self, mark: str) -> dict[str, list[int]]:
+    def placeholder_rules(self, mark: str) -> dict[str, list[int]]:
         """The rules of placeholder texts, whose whole text is `mark` and a name: name -> numbers of the rules.
 
         Raises:
@@ -121,7 +121,7 @@ class GrammarTree:
                 found.setdefault(text.removeprefix(mark), []).append(number)
         if sum(map(len, found.values())) != expected:
             raise RuntimeError(
-                "xgrammar writes patterns in an unknown form; install a version that pyproject.toml allows"
+                "the installed xgrammar exports patterns in an unknown format; pip install 'pointsman[engine]'"
             )
         return found
 
@@ -137,10 +137,10 @@ class GrammarTree:
         found = {}
         for rule in self._rules:
             if rule[0].endswith("_addl_key"):
-                ((quote, start),) = self._options(rule[1])
+                ((quote, start),) = self._body_options(rule[1])
                 if (quote, start[0]) != ((TEXT, b'"'), RULE):
                     raise RuntimeError(
-                        "xgrammar writes names in an unknown form; install a version that pyproject.toml allows"
+                        "the installed xgrammar exports names in an unknown format; pip install 'pointsman[engine]'"
                     )
                 found[start[1][0]] = [name.decode() for name in self._spelled_names(start[1][0])]
         return found
@@ -150,13 +150,13 @@ class GrammarTree:
         open_rules = [(start, b"")]
         while open_rules:
             rule, before = open_rules.pop()
-            options = self._options(self._rules[rule][1])
+            options = self._body_options(self._rules[rule][1])
             if [(TEXT, b'"')] not in options:
                 yield before
             longer = (option for option in options if len(option) == 2 and option[0][0] == TEXT)
             open_rules += [(rest[1][0], before + text[1]) for text, rest in longer]
 
-    def _options(self, body: int) -> list[list[tuple[int, Any]]]:
+    def _body_options(self, body: int) -> list[list[tuple[int, Any]]]:
         """The options of a rule's body, each a sequence of (kind, payload); the payload of a text is its bytes."""
         found = []
         for option in self._expressions[body][1]:
@@ -183,7 +183,7 @@ class GrammarTree:
 
     # ------------------------------------------------------------------ options without text
 
-    def prune(self) -> bool:
+    def remove_empty_options(self) -> bool:
         """Remove options that allow no text.
 
         Returns:

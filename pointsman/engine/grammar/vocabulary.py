@@ -115,6 +115,6 @@ def _check_pairs(tokens: Sequence[bytes], decoder: TextDecoder) -> None:
         text = decoder.stream(is_verbatim=True).whole(pair)
         if text != right:
             raise GrammarError(
-                f"structured output does not know this model's kind of tokenizer: tokens {pair[0]} and {pair[1]} are "
-                f"{tokens[pair[0]]!r} and {tokens[pair[1]]!r}, and decode as {text!r}"
+                f"structured output does not support this model's tokenizer: tokens {pair[0]} and {pair[1]} have "
+                f"the bytes {tokens[pair[0]]!r} and {tokens[pair[1]]!r}, but the text of both is {text!r}"
             )

@@ -179,14 +179,14 @@ def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
     log = os.memfd_create("warnings")
     os.dup2(log, 2)
     tree = read_tree(job)
-    if not tree.prune():
-        raise ValueError("it allows no text; check where its parts exclude each other, or refer to themselves only")
+    if not tree.remove_empty_options():
+        raise ValueError("it allows no text; correct parts that exclude each other, or that refer only to themselves")
     compiled = compiler.compile_grammar(tree.grammar())
     warnings = os.pread(log, 4096, 0).decode("utf-8", "replace").strip()
     if warnings:  # xgrammar ignores a part of the grammar, so texts would not conform to it
         raise ValueError(_WARNING.sub("", _PLACE_IN_SOURCE.sub("", warnings.splitlines()[0])))
     for is_random in (False, True):
-        _probe(compiled, job, is_random)
+        _probe_grammar(compiled, job, is_random)
     answer: str = compiled.serialize_json()
     return answer
 
@@ -201,7 +201,7 @@ def read_tree(job: dict[str, Any]) -> GrammarTree:
     return GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules, names), root_rule_name=names[ROOT]))
 
 
-def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
+def _probe_grammar(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
     """Generate a trial text with a compiled grammar. `is_random`: whether each token is chosen at random among the
     allowed tokens; otherwise it is the first allowed token (the text is then mostly short).
 
@@ -220,13 +220,13 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
         matcher.fill_next_token_bitmask(bitmask)
         allowed = int.from_bytes(bitmask.numpy().tobytes(), "little") & tokens
         if not allowed:
-            raise ValueError(f"no token of this model could follow the first {step} of a text")
+            raise ValueError(f"after {step} tokens of a text it allows no token of this model; allow other texts")
         allowed &= ~stop_bits
         if not allowed:
             return
         token = _first_set_bit(choose.randrange(info.vocab_size) if is_random else 0, allowed)
         if not matcher.accept_token(token):
-            raise ValueError(f"the compiler failed: it allows token {token} after {step} others and refuses it then")
+            raise ValueError(f"the compiler failed: after {step} tokens it first allows and then refuses token {token}")
         seconds = time.thread_time() - started
         if seconds > job["start_time"] + (step + 1) * job["token_time"]:
             raise ValueError(

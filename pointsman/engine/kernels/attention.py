@@ -44,7 +44,8 @@ MAX_PAIR_ROWS = 2
 """Maximum number of rows (queries times heads) of a tile whose rows are computed in pairs, as in a decode where two
 heads share a KV head."""
 SMALL_BATCH = 8
-"""Maximum number of rows (queries times heads) of a tile for which transposing the keys of a block is not faster."""
+"""Maximum number of rows (queries times heads) of a tile whose keys are not transposed, because transposing would
+not be faster."""
 TILE_ROWS = 64
 """Maximum number of rows (queries times heads) of a tile, unless one query has more heads."""
 MASKED_SCORE = -1.0e30
@@ -77,7 +78,7 @@ NUM_ARGUMENTS = 21
 
 
 @njit(fastmath=FAST)
-def _scores_few(
+def _score_few_queries(
     Q: Any, block: Any, S: Any, at: int, rows: int, size: int, k_dim: int, ahead: int, row_bytes: int
 ) -> None:
     """Write the dot products of each query with each key of a block to the columns of S from `at` on, four queries at a
@@ -103,8 +104,8 @@ def _scores_few(
 
 
 @njit(fastmath=FAST)
-def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
-    """Write the dot products of two queries with each key of a block to S; see `_scores_few`."""
+def _score_two_queries(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
+    """Write the dot products of two queries with each key of a block to S; see `_score_few_queries`."""
     a, b = Q[0], Q[1]
     for t in range(size):
         key = block[t]
@@ -119,7 +120,7 @@ def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahe
 
 
 @njit(fastmath=FAST)
-def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
+def _transpose_keys(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
     """Copy a block's keys [size, k_dim] to the columns [at, at + size) of the transposed keys T."""
     for t in range(size):
         for d in range(k_dim):
@@ -127,7 +128,7 @@ def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
 
 
 @njit(fastmath=FAST)
-def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> None:
+def _score_many_queries(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> None:
     """Write the scores of each query with a chunk's keys to S, by rank-one updates from the transposed keys T [k_dim,
     width]."""
     whole = k_dim // 4 * 4
@@ -352,14 +353,16 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                         base, one, then = (a[VALUES], value_bytes, 0) if last else (a[KEYS], key_bytes, b + 1)
                         ahead = base + (table[first_block + then] * num_kv_heads + head) * one
                         if rows <= MAX_PAIR_ROWS:
-                            _scores_pair(Q, keys[block, head], S, b * size, size, k_dim, ahead, key_bytes // size)
+                            _score_two_queries(Q, keys[block, head], S, b * size, size, k_dim, ahead, key_bytes // size)
                         else:
-                            _scores_few(Q, keys[block, head], S, b * size, rows, size, k_dim, ahead, key_bytes // size)
+                            _score_few_queries(
+                                Q, keys[block, head], S, b * size, rows, size, k_dim, ahead, key_bytes // size
+                            )
                     else:
-                        _transpose(keys[block, head], T, b * size, size, k_dim)
+                        _transpose_keys(keys[block, head], T, b * size, size, k_dim)
                 width = num_blocks * size
                 if not few:
-                    _scores_many(Q, T, S, rows, width, k_dim)
+                    _score_many_queries(Q, T, S, rows, width, k_dim)
                 _weigh_rows(S, A, highest, total, rows, group, position, chunk, width, window, softcap)
                 for b in range(num_blocks):
                     block = table[first_block + b]

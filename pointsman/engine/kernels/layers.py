@@ -44,7 +44,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 """Names of the activations of a gate; an argument of `gate_kernel` is the index in this tuple."""
 
 
-def threads_for(num_rows: int) -> int:
+def num_threads_for(num_rows: int) -> int:
     """Number of threads that compute `num_rows` rows."""
     return min(torch.get_num_threads(), -(-num_rows // ROWS_PER_THREAD))
 
@@ -148,7 +148,7 @@ class CompiledNorm:
             arguments[7] = arguments[8] = 0
         else:
             arguments[7], arguments[8] = addend.data_ptr(), total.data_ptr()
-        norm_kernel(x.dtype)(arguments, threads_for(num_rows))
+        norm_kernel(x.dtype)(arguments, num_threads_for(num_rows))
 
 
 class CompiledGate:
@@ -162,13 +162,13 @@ class CompiledGate:
         arguments = self._arguments
         num_rows = both.numel() // both.shape[-1]
         arguments[1], arguments[2], arguments[3] = both.data_ptr(), out.data_ptr(), num_rows
-        gate_kernel(both.dtype)(arguments, threads_for(num_rows))
+        gate_kernel(both.dtype)(arguments, num_threads_for(num_rows))
 
 
 class CompiledLayers:
     """Makes the kernels of fused layers on a CPU; see `LayerKernels`."""
 
-    def takes(self, weight: Tensor) -> bool:
+    def supports(self, weight: Tensor) -> bool:
         """Whether the CPU kernels support the type and the device of `weight`."""
         return weight.dtype in STORAGE and weight.device.type == "cpu"
 

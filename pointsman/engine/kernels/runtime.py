@@ -222,7 +222,7 @@ class Kernel:
         else:
             self._call(address_of(arguments))
 
-    def beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
+    def run_beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
         """Run the kernel on other threads while this thread calls `meanwhile` and then computes some of the remaining
         work items.
 

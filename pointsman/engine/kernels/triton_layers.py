@@ -178,10 +178,10 @@ def heads_kernel(
             tl.store(values + (to + behind) * v_dim + e, tl.zeros([padded_v], values.dtype.element_ty), mask=e < v_dim)
 
 
-def padded(size: int, least: int = 16) -> int:
-    """The size of a kernel's tile for `size` elements: the smallest power of two that is at least `size` and
-    `least`."""
-    return max(least, int(triton.next_power_of_2(size)))
+def padded_size(size: int, minimum: int = 16) -> int:
+    """The size of a kernel's tile for `size` elements: the smallest power of two that is at least `size` and at least
+    `minimum`."""
+    return max(minimum, int(triton.next_power_of_2(size)))
 
 
 class TritonNorm:
@@ -192,7 +192,7 @@ class TritonNorm:
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, addend: Tensor | None, total: Tensor | None) -> None:
         width = weight.shape[0]
-        block = padded(width)
+        block = padded_size(width)
         rms_norm_kernel[(x.numel() // width,)](
             x,
             weight,
@@ -213,7 +213,7 @@ class TritonGate:
 
     def __init__(self, width: int, activation: str) -> None:
         self._width, self._is_silu = width, activation == "silu"
-        self._tile = min(GATE_TILE, padded(width))
+        self._tile = min(GATE_TILE, padded_size(width))
 
     def __call__(self, both: Tensor, out: Tensor) -> None:
         grid = (both.numel() // (2 * self._width), triton.cdiv(self._width, self._tile))
@@ -223,7 +223,7 @@ class TritonGate:
 class TritonLayers:
     """Makes the kernels of fused layers on a GPU; see `LayerKernels`."""
 
-    def takes(self, weight: Tensor) -> bool:
+    def supports(self, weight: Tensor) -> bool:
         """Whether the GPU kernels support the type and the device of `weight`."""
         return weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 

@@ -3,8 +3,8 @@
     scheduler.schedule     calls `num_external_tokens`: tokens in host memory or in the store
     connector.prepare      plans the step's copies and file reads from the output's saves and loads
     transfers.run          moves the KV with the step, before it computes
-    connector.settle       reports finished loads and finished writes to the scheduler
-    connector.void         reports the loads of voided steps as empty
+    connector.report_finished       reports finished loads and finished writes to the scheduler
+    connector.void_transfers         reports the loads of voided steps as empty
 
 Host memory (`offload.py`) is read before the step computes: a request whose blocks are in host memory is admitted
 without waiting. A thread reads the store (`store.py`), while the request waits as WAITING_FOR_REMOTE_KVS and other
@@ -139,7 +139,7 @@ class EngineConnector:
         self._reader = Worker("pointsman-kv-load")
         self._writer = Worker("pointsman-kv-store")
         self.notify: Callable[[], None] | None = None
-        """Listener that is called, in a thread of the store, when `settle` has something to report."""
+        """Listener that is called, in a thread of the store, when `report_finished` has something to report."""
 
     # ------------------------------------------------------------------ called by the scheduler
 
@@ -188,10 +188,10 @@ class EngineConnector:
         places, groups = (table[:, : num_tokens // size] >= 0).T.nonzero()
         chain = [self._block_name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
         blocks = zip(chain, table[groups, places].tolist(), strict=True)
-        new = [(name, block) for name, block in blocks if not folder.knows(name)]
+        new = [(name, block) for name, block in blocks if not folder.has_seen(name)]
         if not new:
             return False
-        self._writer.submit(partial(self._write, folder, chain, new, transfer_id))
+        self._writer.submit(partial(self._write_files, folder, chain, new, transfer_id))
         return True
 
     def reset(self) -> None:
@@ -207,7 +207,7 @@ class EngineConnector:
     def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
         """Plan the transfers of the step that was scheduled last; None: it has no transfers."""
         self._count_hits(output)
-        transfers = self._prepare(output) if output.loads or output.saves else None
+        transfers = self._plan_transfers(output) if output.loads or output.saves else None
         if self._is_for_swap and self.tier is not None:
             for request in output.finished:
                 if request.num_preemptions:  # the request's swapped blocks are no longer needed
@@ -216,7 +216,7 @@ class EngineConnector:
                         self.tier.discard_contents(block_name(key, group, self._num_groups) for key in keys)
         return transfers
 
-    def _prepare(self, output: SchedulerOutput) -> StepTransfers:
+    def _plan_transfers(self, output: SchedulerOutput) -> StepTransfers:
         copies, starts = None, list[FileLoad]()
         if self.tier is not None:
             loads = [
@@ -224,18 +224,18 @@ class EngineConnector:
             ]
             copies = self.tier.plan([(save.block_id, save.key) for save in output.saves], loads)
             num_saved, num_loaded = len(copies.plan.saves), len(copies.plan.loaded_slots)
-            self._count("offloaded", num_saved, num_saved * self._block_bytes)
-            self._count("restored", num_loaded, num_loaded * self._block_bytes)
+            self._count_moved("offloaded", num_saved, num_saved * self._block_bytes)
+            self._count_moved("restored", num_loaded, num_loaded * self._block_bytes)
         for load in output.loads:
             if load.is_async:
                 self._loading[load.transfer_id] = Waiting(load.request, self._clock())
-                starts.append(self._file_load(load))
+                starts.append(self._make_file_load(load))
         oldest = output.step_id - self._max_in_flight
         self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > oldest}
         self._steps[output.step_id] = transfers = StepTransfers(copies, starts)
         return transfers
 
-    def void(self, outputs: Sequence[SchedulerOutput]) -> None:
+    def void_transfers(self, outputs: Sequence[SchedulerOutput]) -> None:
         """Void the transfers of the steps in flight, whose `outputs` will not be executed."""
         if self.tier is not None:
             self.tier.drop_plans()
@@ -261,23 +261,25 @@ class EngineConnector:
                 self._counters.num_external_queries += request.num_tokens - (cached - external)
                 self._counters.num_external_hits += external
 
-    def _count(self, what: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int) -> None:
-        """Add to the engine's counters of blocks and bytes that were moved in one way (`what`); only one thread changes
-        each counter."""
+    def _count_moved(
+        self, way: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int
+    ) -> None:
+        """Add blocks and bytes to the engine's counters for transfers of the kind `way`; only one thread changes each
+        counter."""
         counters = self._counters
-        setattr(counters, f"num_{what}_blocks", getattr(counters, f"num_{what}_blocks") + blocks)
-        setattr(counters, f"num_{what}_bytes", getattr(counters, f"num_{what}_bytes") + num_bytes)
+        setattr(counters, f"num_{way}_blocks", getattr(counters, f"num_{way}_blocks") + blocks)
+        setattr(counters, f"num_{way}_bytes", getattr(counters, f"num_{way}_bytes") + num_bytes)
 
-    def _file_load(self, load: Load) -> FileLoad:
+    def _make_file_load(self, load: Load) -> FileLoad:
         assert self._reads is not None
-        folder, chain = self._reads.folder, self._used_names(load)
+        folder, chain = self._reads.folder, self._names_to_mark_used(load)
 
         def start(file_load: FileLoad) -> None:
-            self._reader.submit(partial(self._read, folder, chain, file_load))
+            self._reader.submit(partial(self._read_files, folder, chain, file_load))
 
         return FileLoad(load, start)
 
-    def _used_names(self, load: Load) -> tuple[bytes, ...]:
+    def _names_to_mark_used(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load marks as used now. With one group of layers: the request's blocks from
         the first to the last loaded block; otherwise the loaded blocks."""
         size = self._pool.block_size
@@ -288,13 +290,13 @@ class EngineConnector:
     def _loaded_names(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load reads."""
         if self._num_groups == 1:
-            return self._used_names(load)[-len(load.block_ids) :]
+            return self._names_to_mark_used(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
         return tuple([self._block_name(load.request, group, place) for group, place in at])
 
     # ------------------------------------------------------------------ finished transfers
 
-    def settle(self, scheduler: Scheduler) -> list[Request]:
+    def report_finished(self, scheduler: Scheduler) -> list[Request]:
         """Report finished transfers to the scheduler; return the requests that the scheduler finishes because of
         them."""
         ended, self._taken = self._taken, []
@@ -333,7 +335,7 @@ class EngineConnector:
 
     # ------------------------------------------------------------------ threads of the store
 
-    def _read(self, folder: BlockFolder, chain: Sequence[bytes], file_load: FileLoad) -> None:
+    def _read_files(self, folder: BlockFolder, chain: Sequence[bytes], file_load: FileLoad) -> None:
         if not file_load.claim():
             return
         load, num_loaded = file_load.load, 0
@@ -347,18 +349,20 @@ class EngineConnector:
         except FileNotFoundError:
             pass  # another process has removed the file
         except BadBlock as error:
-            logger.warning("the KV store's %s is not used: %s", folder.path_of(keys[num_loaded]), error)
-            folder.distrust(keys[num_loaded:])  # recomputed blocks will replace them
+            logger.warning(
+                "the file %s of the KV store is damaged and not used: %s", folder.path_of(keys[num_loaded]), error
+            )
+            folder.mark_damaged(keys[num_loaded:])  # recomputed blocks will replace them
         except Exception:
             logger.exception("KV could not be loaded from %s", folder.path)
-        folder.touch(chain[: len(chain) - len(keys) + num_loaded])
+        folder.mark_used(chain[: len(chain) - len(keys) + num_loaded])
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize(self._pool.device)
-        self._count("loaded", num_loaded, num_loaded * self._block_bytes)
+        self._count_moved("loaded", num_loaded, num_loaded * self._block_bytes)
         self._counters.num_unloaded_blocks += len(keys) - num_loaded
-        self._note_end(load.transfer_id, self._num_tokens(load, num_loaded))
+        self._note_end(load.transfer_id, self._num_loaded_tokens(load, num_loaded))
 
-    def _num_tokens(self, load: Load, num_loaded: int) -> int:
+    def _num_loaded_tokens(self, load: Load, num_loaded: int) -> int:
         """Number of leading tokens of a load whose blocks, in every group, are among the first `num_loaded` blocks of
         the load."""
         if num_loaded == len(load.block_ids):
@@ -367,7 +371,7 @@ class EngineConnector:
         place = num_loaded if self._num_groups == 1 else load.block_places.item(num_loaded) - load.first_token // size
         return max(0, place) * size
 
-    def _write(
+    def _write_files(
         self, folder: BlockFolder, chain: Sequence[bytes], blocks: Sequence[tuple[bytes, int]], transfer_id: int
     ) -> None:
         assert self._writes is not None
@@ -378,13 +382,13 @@ class EngineConnector:
                 num_bytes += size
                 num_written += size > 0
                 num_done += 1
-            folder.touch(chain)
-            self._writes.wrote(num_bytes)
+            folder.mark_used(chain)
+            self._writes.count_written(num_bytes)
         except OSError as error:
             logger.warning("KV could not be written to the store: %s", error)
         except Exception:
             logger.exception("KV could not be written to %s", folder.path)
-        self._count("stored", num_written, num_bytes)
+        self._count_moved("stored", num_written, num_bytes)
         self._counters.num_unstored_blocks += len(blocks) - num_done
         self._note_end(transfer_id, 0)
 
@@ -426,7 +430,7 @@ def make_kv_connector(
         None if knobs.kv_store is None else KVStore(knobs.kv_store, fingerprint, pool, max_bytes=knobs.kv_store_bytes)
     )
     if tier is not None:
-        logger.info("KV offload: host memory for %d blocks of the pool", tier.num_slots)
+        logger.info("KV offload: host memory can hold %d blocks", tier.num_slots)
     if store is not None:
-        logger.info("KV store: %s, as %s", store.folder.path, knobs.kv_store_role)
+        logger.info("KV store: %s, role %s", store.folder.path, knobs.kv_store_role)
     return EngineConnector(pool, tier, store, knobs.kv_store_role, counters, clock, config)

@@ -102,7 +102,7 @@ class KVEventsConfig:
         elif isinstance(value, Mapping):
             known = [field.name for field in fields(cls)]
             if unknown := [name for name in value if name not in known]:
-                raise ValueError(f"kv_events_config has no field {unknown[0]!r}; known are {', '.join(known)}")
+                raise ValueError(f"kv_events_config has no field {unknown[0]!r}; its fields are {', '.join(known)}")
             config = cls(**value)
         else:
             raise ValueError(f"kv_events_config is {value!r}; give a KVEventsConfig, or a mapping of its fields")
@@ -110,7 +110,7 @@ class KVEventsConfig:
 
 
 def _address_to_bind(endpoint: str) -> str:
-    """The address with the same port on all interfaces, which the publisher would bind."""
+    """The endpoint with * instead of its host: an address that the publisher binds, on all interfaces."""
     return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 
@@ -159,7 +159,9 @@ class KVEventsPublisher:
         try:
             self._queue.put_nowait((number, [time.time(), list(events), self._rank]))
         except queue.Full:
-            logger.warning("KV events: message %d is dropped, because %d messages wait", number, self._queue.maxsize)
+            logger.warning(
+                "KV events: message %d is dropped: %d messages already wait to be sent", number, self._queue.maxsize
+            )
 
     def close(self, timeout: float = 1.0) -> None:
         """Send the waiting messages, for at most `timeout` seconds, and close the sockets."""
@@ -167,7 +169,7 @@ class KVEventsPublisher:
             try:
                 self._queue.put(None, timeout=timeout)
             except queue.Full:
-                logger.warning("KV events: the last messages are lost, because the queue stayed full")
+                logger.warning("KV events: waiting messages may be lost, because they could not be sent in time")
             self._thread.join(timeout)
 
     def _open_sockets(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
@@ -183,8 +185,8 @@ class KVEventsPublisher:
             else:
                 out.connect(config.endpoint)
                 logger.warning(
-                    "kv_events_config: the publisher connects to %s, because it has no *; routers connect, too, and "
-                    "then get nothing: for them, give an address that is bound, like %s",
+                    "kv_events_config: endpoint %s has no *, so the publisher connects to it; routers connect, too, "
+                    "and get no events then: for routers, set an endpoint that the publisher binds, such as %s",
                     config.endpoint,
                     _address_to_bind(config.endpoint),
                 )
@@ -224,7 +226,7 @@ class KVEventsPublisher:
             return
         client, *rest = socket.recv_multipart()
         if len(rest) != 2 or len(rest[1]) != 8:
-            logger.warning("KV events: a request for replay is not one number of 8 bytes")
+            logger.warning("KV events: a request for replay is ignored, because it is not one number of 8 bytes")
             return
         for frame, payload in self._kept:
             if frame >= rest[1]:

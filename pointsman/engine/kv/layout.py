@@ -80,12 +80,12 @@ class KVLayout:
     """[slots of a block] the shape of the largest layer that the slot can hold."""
 
     @classmethod
-    def plain(cls, layers: Sequence[LayerShape]) -> KVLayout:
+    def without_groups(cls, layers: Sequence[LayerShape]) -> KVLayout:
         """The layout with all layers in one group of full attention, and one slot per layer."""
         return cls((), tuple(Place(0, slot) for slot in range(len(layers))), tuple(layers))
 
     @property
-    def parts_of(self) -> tuple[int, ...]:
+    def num_parts_of_groups(self) -> tuple[int, ...]:
         """[groups] number of parts into which a slot is divided for layers of the group."""
         parts = {place.group: place.num_parts for place in self.places}
         return tuple(parts[group] for group in sorted(parts))
@@ -109,14 +109,14 @@ def choose_layout(
     """
     why_not = "disable_hybrid_kv_cache_manager is True" if wants_one_group(disable) else None
     if not any(window is not None and window < config.max_model_len for window in windows):
-        return KVLayout.plain(layers)
+        return KVLayout.without_groups(layers)
     if why_not is None:
         layout = layout_in_groups(layers, windows, config, only_if_it_saves=disable is None)
         if layout.groups:
             return layout
-        why_not = "groups of layers would take no less memory, or their KV is of sizes that do not fit one pool"
+        why_not = "groups of layers would not save memory, or KV of different sizes cannot share one pool"
     logger.info("layers with a sliding window keep the KV of the whole context: %s", why_not)
-    return KVLayout.plain(layers)
+    return KVLayout.without_groups(layers)
 
 
 def layout_in_groups(
@@ -138,7 +138,7 @@ def layout_in_groups(
     for index, (shape, window) in enumerate(zip(layers, windows, strict=True)):
         group = FULL if window is None or window >= max_model_len else KVGroup("window", window)
         members.setdefault((group, _num_parts(shape, largest)), []).append(index)
-    plain = KVLayout.plain(layers)
+    plain = KVLayout.without_groups(layers)
     if all(group.is_full for group, _ in members) or any(num_parts == 0 for _, num_parts in members):
         return plain
     kinds = [

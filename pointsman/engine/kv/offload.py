@@ -91,8 +91,8 @@ class HostTier(SlotDirectory):
         block_bytes = bytes_per_block(pool.layout.slots, pool.block_size, pool.dtype)
         if num_bytes < block_bytes:
             raise ConfigError(
-                f"kv_offload_bytes is {num_bytes}, less than one block of {block_bytes} bytes; give more, or None "
-                "for no offload"
+                f"kv_offload_bytes is {num_bytes}, less than one block of {block_bytes} bytes; raise it, or set None "
+                "to turn offloading off"
             )
         super().__init__(num_bytes // block_bytes)
         self._pool = pool

@@ -6,9 +6,9 @@ Shapes, per layer:
     values [num_blocks, num_kv_heads, block_size, v_dim]
 
 Heads come before the tokens of a block, so one head's keys of one block are contiguous: a decode kernel reads them in
-one piece, and gathering a request's blocks copies whole pieces. The pool may have another type than the model: bfloat16
-under a float32 model halves its memory, and rounds keys and values. Layers may differ in their shapes (multi-head
-latent attention expands keys and values to different widths).
+one piece, and gathering a request's blocks copies whole pieces. The pool may have another type than the model. For a
+float32 model, a pool in bfloat16 takes half the memory, and its keys and values are rounded. Layers may differ in their
+shapes (multi-head latent attention expands keys and values to different widths).
 
 Layers of different groups (`layout.py`) share memory: their tensors are views of the same slot, and a block is in the
 table of one group at a time. Where a slot has p parts, a layer in one part has tensors with p times as many blocks,
@@ -63,7 +63,7 @@ class KVPool:
         layout: KVLayout | None = None,
     ) -> None:
         self.layers = tuple(layers)
-        self.layout = KVLayout.plain(layers) if layout is None else layout
+        self.layout = KVLayout.without_groups(layers) if layout is None else layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
@@ -107,7 +107,7 @@ class KVPool:
         """Size of the pool, in bytes."""
         return self.num_blocks * bytes_per_block(self.layout.slots, self.block_size, self.dtype)
 
-    def take_memory(self) -> None:
+    def map_memory(self) -> None:
         """Write zeros to all blocks, so that the system maps their memory before the first step.
 
         Otherwise the system maps pages when a block is first written, which took a fifth of a measured step of 1,000
@@ -150,7 +150,7 @@ class KVPool:
         if config.num_full_length < 1:
             logger.warning(
                 "the KV pool holds %d tokens, less than one request of the full length %d; longer requests will be "
-                "refused or cut: give num_blocks or kv_cache_bytes a larger value",
+                "refused or truncated: raise num_blocks or kv_cache_bytes",
                 config.num_usable_tokens,
                 config.max_model_len,
             )
@@ -243,8 +243,8 @@ def choose_num_blocks(
         return max(1, min(max_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if kv_cache_bytes < block_bytes:
         raise ValueError(
-            f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; a request of the full "
-            f"length {config.max_model_len} takes {block_bytes * full_length}"
+            f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; raise it: a request of "
+            f"max_model_len {config.max_model_len} tokens takes {block_bytes * full_length} bytes"
         )
     return kv_cache_bytes // block_bytes
 

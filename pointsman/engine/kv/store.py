@@ -78,20 +78,20 @@ class BlockFolder:
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._layout.values())
         self._max_bytes = num_bytes + MAX_HEADER
         self._known: set[bytes] = set()  # keys whose files were seen, and may have been removed since
-        self._distrusted: set[bytes] = set()
+        self._damaged: set[bytes] = set()
         self._numbers = itertools.count()
 
     def path_of(self, key: bytes) -> Path:
         name = key.hex()
         return self.path / name[:2] / (name + SUFFIX)
 
-    def knows(self, key: bytes) -> bool:
-        """Whether a file of this key was seen and is not distrusted (found damaged). Does not access the disk."""
-        return key in self._known and key not in self._distrusted
+    def has_seen(self, key: bytes) -> bool:
+        """Whether a file of this key was seen and is not marked as damaged. Does not access the disk."""
+        return key in self._known and key not in self._damaged
 
     def has(self, key: bytes) -> bool:
-        """Whether a file of this key exists, or existed when it was last looked up, and is not distrusted."""
-        if key in self._distrusted:
+        """Whether a file of this key exists, or existed when it was last looked up, and is not marked as damaged."""
+        if key in self._damaged:
             return False
         if key not in self._known:
             if not os.path.exists(self.path_of(key)):
@@ -136,13 +136,13 @@ class BlockFolder:
         return tensors
 
     def write(self, key: bytes, block: dict[str, Tensor]) -> int:
-        """Write the file of a block; return the file's size, or 0 if there already is a file that is not distrusted.
+        """Write the file of a block; return the file's size, or 0 if a file exists that is not marked as damaged.
 
         Raises:
             OSError: the file cannot be written.
         """
         path = self.path_of(key)
-        if key not in self._distrusted and path.exists():
+        if key not in self._damaged and path.exists():
             self._known.add(key)
             return 0
         tensors = {name: tensor.cpu() for name, tensor in block.items()}
@@ -155,14 +155,14 @@ class BlockFolder:
         finally:
             unfinished.unlink(missing_ok=True)
         self._known.add(key)
-        self._distrusted.discard(key)
+        self._damaged.discard(key)
         return len(data)
 
-    def distrust(self, keys: Sequence[bytes]) -> None:
+    def mark_damaged(self, keys: Sequence[bytes]) -> None:
         """Stop reading the files of these keys, because one of them is damaged; `write` may overwrite them."""
-        self._distrusted.update(keys)
+        self._damaged.update(keys)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def mark_used(self, keys: Sequence[bytes]) -> None:
         """Mark the files of these keys as used now, the file of an earlier key slightly later than the file of the next
         key, so that a prefix outlives its continuations."""
         now = time.time_ns()
@@ -200,7 +200,7 @@ class KVStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"kv_store is {str(directory)!r}, which is not a usable directory: {error}") from None
+            raise ConfigError(f"kv_store is {str(directory)!r}, which cannot be used as a directory: {error}") from None
         self._model_fingerprint = fingerprint
         self._pool = pool
         self._max_bytes = max_bytes
@@ -227,7 +227,7 @@ class KVStore:
         fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 
-    def wrote(self, num_bytes: int) -> None:
+    def count_written(self, num_bytes: int) -> None:
         """Count `num_bytes` of newly written files; remove old files if the size limit is exceeded. Only the writing
         thread may call this."""
         self._num_bytes += num_bytes

@@ -131,7 +131,7 @@ def is_norm(module: nn.Module, kernels: LayerKernels) -> bool:
         len(parameters) == 1
         and parameters[0][0] == "weight"
         and parameters[0][1].ndim == 1
-        and kernels.takes(parameters[0][1])
+        and kernels.supports(parameters[0][1])
         and norm_epsilon(module) is not None
     )
 

@@ -143,7 +143,7 @@ class JoinedLinear(nn.Module):
         x = x.contiguous().float()
         split, merge, limit = self._split, self._merge, quantized.activation_limit()
         num_rows = x.numel() // self.in_features
-        num_threads = kernels.threads_for(num_rows)
+        num_threads = kernels.num_threads_for(num_rows)
         halves, scales = x.new_empty(2 * num_rows, self.in_features), x.new_empty(num_rows)
         split[1], split[2], split[4] = x.data_ptr(), halves.data_ptr(), num_rows
         split[3] = merge[2] = scales.data_ptr()

@@ -108,7 +108,7 @@ class ModelRunner:
         self.backend = backend or loaded.attention
         self._fills_rows = self.backend.leaves_out_rows
         layout = pool.layout
-        self._parts = np.array(layout.parts_of, dtype=np.int32)[:, None] if layout.groups else None
+        self._parts = np.array(layout.num_parts_of_groups, dtype=np.int32)[:, None] if layout.groups else None
         """[groups, 1] number of a layer's blocks in one block of the scheduler; None: there is only one group of
         layers."""
         num_steps = scheduler.config.max_steps_in_flight
@@ -173,7 +173,7 @@ class ModelRunner:
         else:
             tables = self.scheduler.group_block_tables[:, :, :width][output.rows] * self._parts
             batch = PagedBatch.build(scheduled, computed, tables[:, 0], block_size)
-            batches = batch.in_groups(tables)
+            batches = batch.batches_of_groups(tables)
         sampling = output.samples.nonzero()[0]
         behind: Int64Array | int = 0  # distance from each sampled position to its row's last position
         verification = None
@@ -344,7 +344,7 @@ class ModelRunner:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         sampled = self.sampler.run(logits, prepared.sampling_batch)
         if prepared.verification is not None:
-            result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
+            result, ok = prepared.verification.verify(sampled.token_ids, sampled.ok, prepared.num_rows)
             result.errors = {} if ok.all() else _errors(prepared, logits, ok)
             return StepExecution(result, sampled.logprobs)
         self._store_sampled(prepared, sampled.token_ids)

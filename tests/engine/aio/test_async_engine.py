@@ -264,7 +264,7 @@ def test_an_invalid_id_raises_only_in_the_caller(make: Callable[..., AsyncEngine
 
 
 @also_with_two_steps_in_flight
-def test_ids_in_use_are_refused_and_finished_ids_are_free(make: Callable[..., AsyncEngine]) -> None:
+def test_request_ids_are_refused_while_in_use_and_reusable_afterwards(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -283,7 +283,7 @@ def test_ids_in_use_are_refused_and_finished_ids_are_free(make: Callable[..., As
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], "The import statement"])
-def test_several_tasks_may_start_and_read_a_stream(make: Callable[..., AsyncEngine], prompt: Any) -> None:
+def test_one_task_may_read_a_stream_that_several_tasks_start(make: Callable[..., AsyncEngine], prompt: Any) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -302,7 +302,7 @@ def test_several_tasks_may_start_and_read_a_stream(make: Callable[..., AsyncEngi
     run(together())
 
 
-def test_cancelled_read_while_another_task_starts_the_stream(make: Callable[..., AsyncEngine]) -> None:
+def test_cancelling_a_read_ends_a_stream_that_another_task_starts(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def cancelled() -> None:
@@ -379,7 +379,7 @@ def test_a_request_ended_by_a_call_ends_its_stream(
     run(ended())
 
 
-def test_abort_while_the_prompt_is_tokenized(make: Callable[..., AsyncEngine]) -> None:
+def test_a_request_can_be_aborted_while_its_prompt_is_tokenized(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def abort() -> None:
@@ -456,7 +456,7 @@ async def _aclose_from_another_task(engine: AsyncEngine) -> None:
     await asyncio.sleep(0)
     await stream.aclose()
     first, second = await reading
-    assert isinstance(first, list) and "two tasks read" in str(second)
+    assert isinstance(first, list) and "two tasks read its stream" in str(second)
 
 
 async def _aclose_before_it_is_queued(engine: AsyncEngine) -> None:
@@ -627,7 +627,7 @@ class FailingForward:
 
 @also_with_two_steps_in_flight
 @pytest.mark.parametrize("error", [RuntimeError("out of memory on device 0"), SystemExit("an exit in the thread")])
-def test_a_failure_reaches_every_waiter(
+def test_an_engine_failure_raises_in_every_waiting_task(
     make: Callable[..., AsyncEngine], loaded: LoadedModel, error: BaseException
 ) -> None:
     engine = make(max_num_seqs=3)
@@ -667,7 +667,9 @@ def test_a_failure_reaches_every_waiter(
     assert cause is error or (cause is not None and cause.__cause__ is error)
 
 
-def test_a_failure_reaches_a_request_that_is_being_added(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
+def test_an_engine_failure_raises_for_a_request_that_is_being_added(
+    make: Callable[..., AsyncEngine], loaded: LoadedModel
+) -> None:
     """Its id is free only after one more step, and that is the step that fails."""
     engine = make()
     gate = threading.Event()
@@ -775,7 +777,7 @@ def test_an_exception_of_a_call_reaches_its_caller_only(make: Callable[..., Asyn
 
 @also_with_two_steps_in_flight
 @pytest.mark.parametrize("drain", [False, True])
-def test_shutdown_aborts_or_drains(make: Callable[..., AsyncEngine], drain: bool) -> None:
+def test_shutdown_aborts_requests_or_lets_them_finish(make: Callable[..., AsyncEngine], drain: bool) -> None:
     engine = make(max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -862,7 +864,7 @@ def test_a_drain_aborts_remaining_requests_after_its_timeout(make: Callable[...,
     assert run(stop()) == "abort"
 
 
-def test_shutdown_when_fresh_idle_or_left_by_async_with(make: Callable[..., AsyncEngine]) -> None:
+def test_shutdown_before_the_first_request_and_after_the_last(make: Callable[..., AsyncEngine]) -> None:
     async def all_three() -> None:
         await make().shutdown()
         await make().shutdown(drain=True, timeout=5)
@@ -944,7 +946,7 @@ def test_a_very_long_statistics_interval_is_accepted(make: Callable[..., AsyncEn
     run(idle())
 
 
-def test_from_engine_and_resetting_its_prefix_cache(loaded: LoadedModel) -> None:
+def test_an_engine_of_from_engine_resets_its_prefix_cache(loaded: LoadedModel) -> None:
     inner = Engine(loaded, num_blocks=64, max_model_len=512)
 
     async def cached() -> list[int]:

@@ -52,7 +52,7 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "random", "penalties"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("eager", [True, False], ids=["at once", "one by one"])
-def test_parts_give_the_output_of_the_whole_prompt(
+def test_a_prompt_in_parts_gives_the_output_of_the_whole_prompt(
     loaded: LoadedModel, params: SamplingParams, caching: bool, eager: bool
 ) -> None:
     engine = Engine(loaded, enable_prefix_caching=caching, **KNOBS)
@@ -66,7 +66,7 @@ def test_parts_give_the_output_of_the_whole_prompt(
     assert output.prompt_token_ids == PROMPT and output.finish_reason == "length"
 
 
-def test_the_last_part_may_be_empty(loaded: LoadedModel) -> None:
+def test_the_last_part_of_a_prompt_may_be_empty(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     engine.add_request("a", PARTS[0], GREEDY, more_input=True)
     for part in PARTS[1:]:
@@ -95,7 +95,7 @@ def test_requests_waiting_for_input_share_a_small_pool(loaded: LoadedModel) -> N
 
 
 @pytest.mark.parametrize("knobs", [{"num_draft_tokens": 3}, {"max_steps_in_flight": 2}], ids=str)
-def test_parts_give_the_same_output_with_drafts_and_steps_in_flight(
+def test_prompt_parts_give_equal_outputs_with_drafts_and_steps_in_flight(
     loaded: LoadedModel, knobs: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whether drafts are searched and pay does not depend on measured times.
@@ -115,7 +115,7 @@ def test_parts_give_the_same_output_with_drafts_and_steps_in_flight(
     engine.close()
 
 
-def test_the_next_part_reuses_the_kv_of_earlier_parts(loaded: LoadedModel) -> None:
+def test_a_prompt_part_reuses_the_kv_of_earlier_parts(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     request = engine.add_request("a", PARTS[0], GREEDY, more_input=True)
     found = []
@@ -129,7 +129,7 @@ def test_the_next_part_reuses_the_kv_of_earlier_parts(loaded: LoadedModel) -> No
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before its grammar is compiled", "behind the first part"])
-def test_structured_output_after_a_prompt_in_parts(early: bool) -> None:
+def test_a_prompt_in_parts_gives_the_structured_output_of_the_whole(early: bool) -> None:
     params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes, it is", "no"]))
     engine = Engine(load_model("demo"), num_blocks=64)
     engine.add_request("whole", "The import statement", params)
@@ -160,7 +160,7 @@ def test_a_stop_string_ends_the_output_after_a_prompt_in_parts(loaded: LoadedMod
     assert output.finish_reason == "stop" and output.stop_reason == "e" and "e" not in output.text
 
 
-def test_a_request_may_end_between_its_parts(loaded: LoadedModel) -> None:
+def test_a_request_may_end_between_its_prompt_parts(loaded: LoadedModel) -> None:
     now = [0.0]
     engine = Engine(loaded, clock=lambda: now[0], watchdog_seconds=5.0, **KNOBS)
     engine.add_request("late", PARTS[0], GREEDY, more_input=True, deadline=60.0)
@@ -210,7 +210,7 @@ async def arriving(parts: Sequence[Any], pause: float = 0.01) -> AsyncIterator[A
         yield part
 
 
-def test_an_iterator_of_parts_is_a_prompt(loaded: LoadedModel) -> None:
+def test_an_iterator_of_parts_is_accepted_as_a_prompt(loaded: LoadedModel) -> None:
     async def test() -> None:
         async with AsyncEngine(loaded, log_stats_interval=None, **KNOBS) as engine:
             streams = [engine.generate(arriving(PARTS, pause), GREEDY) for pause in (0.0, 0.02)]
@@ -222,7 +222,7 @@ def test_an_iterator_of_parts_is_a_prompt(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_many_prompts_in_parts_share_a_pool_for_one_of_them(loaded: LoadedModel, caching: bool) -> None:
+def test_many_prompts_in_parts_share_a_pool_with_blocks_for_one(loaded: LoadedModel, caching: bool) -> None:
     """Blocks run out repeatedly, and no request waits for another waiting one."""
     prompts = [[number + 1, *PROMPT] for number in range(8)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -246,7 +246,7 @@ def test_many_prompts_in_parts_share_a_pool_for_one_of_them(loaded: LoadedModel,
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_texts_of_parts_are_joined_to_the_prompts_text() -> None:
+def test_the_texts_of_prompt_parts_are_joined_in_the_output() -> None:
     async def test() -> None:
         async with AsyncEngine(load_model("demo"), log_stats_interval=None, num_blocks=64) as engine:
             stream = engine.generate(arriving(["", "The import", "", " statement"]), GREEDY)
@@ -287,7 +287,7 @@ def test_a_failing_iterator_ends_its_request_and_raises_in_its_stream(loaded: Lo
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_dropping_a_stream_ends_its_input(loaded: LoadedModel) -> None:
+def test_dropping_a_stream_cancels_the_reading_of_prompt_parts(loaded: LoadedModel) -> None:
     given = []
 
     async def endless() -> AsyncIterator[list[int]]:

@@ -44,7 +44,7 @@ def in_thread(work: Callable[[], object]) -> None:
 def test_a_blocked_loop_finds_one_callback_and_the_newest_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(port: LoopPort) -> None:
         writers = [Writer(port) for _ in range(10)]
-        reading = [asyncio.ensure_future(writer.mailbox.newer_than(None)) for writer in writers]
+        reading = [asyncio.ensure_future(writer.mailbox.wait_newer_than(None)) for writer in writers]
         await asyncio.sleep(0)
         num_callbacks, schedule = 0, port.loop.call_soon_threadsafe
 
@@ -85,7 +85,7 @@ def test_a_concurrent_consumer_never_misses_the_last_snapshot() -> None:
             thread.start()
             seen: RequestOutput | None = None
             while seen is None or len(seen.token_ids) < num_tokens:
-                output = await writer.mailbox.newer_than(seen)
+                output = await writer.mailbox.wait_newer_than(seen)
                 assert output is not None
                 assert seen is None or len(output.token_ids) > len(seen.token_ids)
                 seen = output
@@ -94,22 +94,22 @@ def test_a_concurrent_consumer_never_misses_the_last_snapshot() -> None:
     with_port(test)
 
 
-def test_an_error_comes_after_the_last_snapshot() -> None:
+def test_a_mailbox_reports_an_error_after_the_last_snapshot() -> None:
     async def test(port: LoopPort) -> None:
         writer = Writer(port)
         writer.grow()
         writer.mailbox.fail(ValueError("no more"))
-        seen = await writer.mailbox.newer_than(None)
+        seen = await writer.mailbox.wait_newer_than(None)
         assert seen is not None
         with pytest.raises(ValueError, match="no more"):
-            await writer.mailbox.newer_than(seen)
+            await writer.mailbox.wait_newer_than(seen)
         with pytest.raises(ValueError, match="no more"):
             await writer.mailbox.wait_accepted()
 
     with_port(test)
 
 
-def test_wait_accepted_returns_also_after_the_acceptance() -> None:
+def test_wait_accepted_returns_for_an_already_accepted_request() -> None:
     async def test(port: LoopPort) -> None:
         mailbox = LoopMailbox(port)
         waiting = asyncio.ensure_future(mailbox.wait_accepted())
@@ -128,7 +128,7 @@ def test_wait_accepted_returns_also_after_the_acceptance() -> None:
 
 def test_closing_a_mailbox_wakes_its_waiting_task() -> None:
     async def test(port: LoopPort) -> None:
-        for read in (LoopMailbox.wait_accepted, lambda mailbox: mailbox.newer_than(None)):
+        for read in (LoopMailbox.wait_accepted, lambda mailbox: mailbox.wait_newer_than(None)):
             mailbox = LoopMailbox(port)
             waiting = asyncio.ensure_future(read(mailbox))
             await asyncio.sleep(0)
@@ -139,7 +139,7 @@ def test_closing_a_mailbox_wakes_its_waiting_task() -> None:
     with_port(test)
 
 
-def test_a_closed_loop_cannot_be_rung() -> None:
+def test_ringing_the_port_of_a_closed_loop_returns_false() -> None:
     loop = asyncio.new_event_loop()
     port = LoopPort(loop)
     writer = Writer(port)

@@ -65,7 +65,7 @@ def test_after_a_cancelled_wait_another_task_may_wait() -> None:
     with_waiter(test)
 
 
-def test_a_task_of_another_loop_gets_an_error() -> None:
+def test_waiting_in_another_event_loop_raises_an_error() -> None:
     loop = asyncio.new_event_loop()
     try:
         with pytest.raises(RuntimeError, match="attached to a different loop"):

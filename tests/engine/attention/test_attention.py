@@ -111,7 +111,7 @@ class Setting:
     [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3), LayerShape(2, 12, 9, 4)],
     ids=["grouped", "unequal-dims", "pairs"],
 )
-def test_backends_equal_attention_computed_per_row(
+def test_attention_backends_equal_a_computation_row_by_row(
     rows: tuple[list[int], list[int]],
     window: int | None,
     softcap: float | None,
@@ -139,7 +139,7 @@ def test_kv_before_a_window_is_never_read(backend: str, rows: tuple[list[int], l
     for row, computed in enumerate(setting.computed.tolist()):
         setting.tables[row, : max(0, computed - window + 1) // 8] = foreign
     batch = PagedBatch.build(setting.query_lens, setting.computed, setting.tables, 8)
-    groups = batch.in_groups(np.stack([np.full_like(setting.tables, foreign), setting.tables], axis=1))
+    groups = batch.batches_of_groups(np.stack([np.full_like(setting.tables, foreign), setting.tables], axis=1))
     setting.write_batch(groups[1], setting.computed, setting.query_lens)
     plan = setting.backend.plan(groups[1])
     pool = setting.pool.keys[0], setting.pool.values[0]
@@ -159,7 +159,7 @@ def test_outputs_do_not_depend_on_the_block_size(backend: str, block_size: int, 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_bfloat16_pool_has_only_rounding_errors(backend: str, dtype: torch.dtype) -> None:
+def test_attention_over_a_bfloat16_pool_has_only_rounding_errors(backend: str, dtype: torch.dtype) -> None:
     """With queries in either type, the error is at most that of rounding keys, values and outputs."""
     setting = Setting(*MIXED, LayerShape(2, 16, 16, 4), block_size=8, backend=backend, dtype=torch.bfloat16)
     setting.query = setting.query.to(dtype).float()
@@ -218,7 +218,7 @@ def test_keys_and_values_of_a_step_may_be_contiguous_by_head(backend: str) -> No
 
 
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_rows_beyond_the_batch_are_skipped(rows: tuple[list[int], list[int]]) -> None:
+def test_numba_attention_skips_padding_rows_after_the_batch(rows: tuple[list[int], list[int]]) -> None:
     """Steps are padded to a round number of rows. The padding must not reach the pool."""
     setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend="numba")
     want = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
@@ -244,7 +244,7 @@ def test_rows_beyond_the_batch_are_skipped(rows: tuple[list[int], list[int]]) ->
     )
 
 
-def test_the_compiled_backend_is_for_cpus() -> None:
+def test_numba_attention_refuses_a_gpu() -> None:
     with pytest.raises(ValueError, match="runs on a CPU, not on cuda"):
         NumbaAttention([LayerShape(1, 8, 8, 2)], "cuda")
 
@@ -262,7 +262,7 @@ def test_outputs_do_not_depend_on_how_rows_are_grouped(
     torch.testing.assert_close(got, setting.expected(0.3, window, None, None), rtol=1e-5, atol=2e-6)
 
 
-def test_pieces_cover_every_query_once() -> None:
+def test_pieces_of_rows_contain_every_query_once() -> None:
     query_lens, computed = np.array([1, 1000, 7]), np.array([5, 3000, 0])
     tables = np.arange(3 * 600).reshape(3, 600)
     batch = PagedBatch.build(query_lens, computed, tables, 8)
@@ -273,7 +273,7 @@ def test_pieces_cover_every_query_once() -> None:
     assert (pieces.counts * 4000 * 32 <= torch_attention.PIECE_SCORES)[pieces.rows == 1].all()
 
 
-def test_slots_follow_the_block_table() -> None:
+def test_slots_of_a_batch_are_computed_from_the_block_tables() -> None:
     batch = PagedBatch.build(np.array([3, 1]), np.array([6, 4]), np.array([[7, 5, 9], [2, 8, 0]]), 4)
     assert batch.positions.tolist() == [6, 7, 8, 4]
     assert batch.slot_blocks.tolist() == [5, 5, 9, 8]
@@ -290,11 +290,15 @@ LAYERS = [LayerShape(2, 16, 8, 4)] * 3  # 3 * 2 * 24 elements a token
 def choose(num_blocks: int | None = None, kv_cache_bytes: int | None = None) -> int:
     config = SchedulerConfig(num_blocks=1, max_model_len=100, max_num_seqs=4, block_size=16)
     return choose_num_blocks(
-        KVLayout.plain(LAYERS), config, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, dtype=torch.float32
+        KVLayout.without_groups(LAYERS),
+        config,
+        num_blocks=num_blocks,
+        kv_cache_bytes=kv_cache_bytes,
+        dtype=torch.float32,
     )
 
 
-def test_pool_size_from_bytes_or_blocks() -> None:
+def test_kv_pool_size_is_set_in_bytes_or_blocks() -> None:
     block_bytes = 3 * 2 * 24 * 4 * 16
     assert bytes_per_block(LAYERS, 16, torch.float32) == block_bytes
     assert bytes_per_block(LAYERS, 16, torch.bfloat16) == block_bytes // 2
@@ -305,10 +309,10 @@ def test_pool_size_from_bytes_or_blocks() -> None:
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
 
 
-def test_a_pool_that_has_taken_its_memory_has_no_page_faults() -> None:
+def test_writes_after_map_memory_cause_no_page_faults() -> None:
     pool = KVPool(LAYERS, num_blocks=4000, block_size=16, dtype=torch.float32)
     page = resource.getpagesize()
-    pool.take_memory()
+    pool.map_memory()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for tensor in pool.keys + pool.values:
         tensor.fill_(1.0)
@@ -316,7 +320,7 @@ def test_a_pool_that_has_taken_its_memory_has_no_page_faults() -> None:
     assert faults < pool.num_bytes // page // 20
 
 
-def test_pools_of_impossible_sizes_are_refused() -> None:
+def test_kv_pools_of_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="both given"):
         choose(num_blocks=5, kv_cache_bytes=10**9)
     with pytest.raises(ValueError, match=r"kv_cache_bytes is 100, less than one block of 9216 bytes"):

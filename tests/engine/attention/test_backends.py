@@ -17,7 +17,7 @@ LAYERS = [LayerShape(1, 8, 8, 2)]
 CPU = torch.device("cpu")
 
 
-def test_auto_chooses_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu") == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == CPU
@@ -26,7 +26,7 @@ def test_auto_chooses_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["cuda:97", "abacus"])
-def test_a_missing_device_is_an_error(name: str) -> None:
+def test_a_missing_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"device is '{name}', which cannot be used here .*; use cpu or auto"):
         load_model("demo", device=name)
 
@@ -56,7 +56,7 @@ def test_without_numba_attention_is_plain_pytorch(
         choose_attention("numba", LAYERS, CPU, torch.float32)
 
 
-def test_options_that_do_not_fit_the_model_are_refused() -> None:
+def test_options_that_a_loaded_model_cannot_have_are_refused() -> None:
     loaded = wrap_model(build(FAMILIES["qwen3"]()))
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; choose one of auto, float32, bfloat16"):
         Engine(loaded, kv_cache_dtype="fp8")

@@ -50,14 +50,14 @@ def values_between(low: float, high: float) -> np.ndarray:
     return np.concatenate([rng.uniform(low, high, 20_000), rng.uniform(-1, 1, 20_000) * 1e-3]).astype(np.float32)
 
 
-def test_exponential_is_right_to_the_last_bits() -> None:
+def test_exponential_kernel_differs_from_numpy_only_by_rounding() -> None:
     values = values_between(-87, 88)
     got = np.empty_like(values)
     each_exponential(values, got)
     np.testing.assert_allclose(got, np.exp(values.astype(np.float64)), rtol=2.5e-7)
 
 
-def test_hyperbolic_tangent_is_right_to_the_last_bits() -> None:
+def test_hyperbolic_tangent_kernel_differs_from_numpy_only_by_rounding() -> None:
     values = np.concatenate([values_between(-12, 12), values_between(-0.4, 0.4), np.float32([-1e30, 0, 1e30])])
     got = np.empty_like(values)
     each_tangent(values, got)
@@ -72,7 +72,7 @@ def test_exponential_and_tangent_of_nan_are_nan() -> None:
     assert np.isnan(got[:2]).all()
 
 
-def test_rounding_to_bfloat16_is_pytorchs() -> None:
+def test_rounding_to_bfloat16_equals_rounding_by_pytorch() -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, 50_000, dtype=np.uint32)
     special = np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x3F808000, 0x3F818000, 0x7F7FFFFF])
     values = np.concatenate([bits, special.astype(np.uint32)]).view(np.float32)
@@ -96,7 +96,7 @@ def counting() -> Kernel:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_threads_take_every_item_once(counting: Kernel, num_threads: int) -> None:
+def test_kernel_threads_compute_every_work_item_once(counting: Kernel, num_threads: int) -> None:
     arguments = np.zeros(1002, dtype=np.int64)
     counting(arguments, num_threads)
     assert (arguments[2:] == 1).all()
@@ -117,15 +117,15 @@ needs_two_cores = pytest.mark.skipif(
 
 @needs_two_cores
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_other_threads_compute_during_meanwhile(counting: Kernel, num_threads: int) -> None:
+def test_other_threads_run_the_kernel_during_the_call_of_meanwhile(counting: Kernel, num_threads: int) -> None:
     for _ in range(20):
         arguments = np.zeros(1002, dtype=np.int64)
-        counting.beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
+        counting.run_beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
         assert (arguments[2:] == 1).all()
 
 
 @needs_two_cores
-def test_meanwhile_may_compute_and_may_raise(counting: Kernel) -> None:
+def test_meanwhile_may_run_pytorch_and_kernels_and_may_raise(counting: Kernel) -> None:
     """It runs PyTorch's operators and kernels, on one thread. Its exception is raised after the kernel ends."""
     a = torch.randn(300, 300)
 
@@ -139,7 +139,7 @@ def test_meanwhile_may_compute_and_may_raise(counting: Kernel) -> None:
     for _ in range(3):
         arguments = np.zeros(1002, dtype=np.int64)
         with pytest.raises(KeyboardInterrupt):
-            counting.beside(meanwhile, arguments, 2)
+            counting.run_beside(meanwhile, arguments, 2)
         assert (arguments[2:] == 1).all()
     arguments = np.zeros(1002, dtype=np.int64)
     counting(arguments, 2)
@@ -155,11 +155,11 @@ def test_meanwhile_is_not_called_without_another_thread(
     else:
         monkeypatch.setattr(runtime, "openmp_begin_and_end", lambda: None)
     arguments = np.zeros(1002, dtype=np.int64)
-    counting.beside(lambda: pytest.fail("called"), arguments, 1)
+    counting.run_beside(lambda: pytest.fail("called"), arguments, 1)
     assert (arguments[2:] == 1).all()
 
 
-def test_threads_are_those_of_pytorch() -> None:
+def test_kernels_run_on_the_threads_of_pytorch() -> None:
     """If PyTorch computes with GNU's OpenMP, the kernels use the same loaded library."""
     memory = Path("/proc/self/maps")
     if not memory.exists() or "libgomp" not in memory.read_text():

@@ -15,7 +15,7 @@ from torch import Tensor
 from pointsman.engine.attention.fused import HeadNorms, Heads
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention
-from pointsman.engine.attention.triton_backend import MAX_PARTS, TritonAttention, parts_for
+from pointsman.engine.attention.triton_backend import MAX_PARTS, TritonAttention, choose_num_parts
 from pointsman.engine.kernels.triton_layers import TritonLayers
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool, blocks_for
@@ -131,7 +131,7 @@ def test_triton_attention_equals_plain_pytorch(rows: tuple[list[int], list[int]]
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("k_dim", "v_dim", "num_heads"), [(32, 32, 1), (80, 80, 4), (96, 64, 7), (256, 256, 2)])
-def test_any_head_size_and_type_equals_plain_pytorch(
+def test_triton_attention_supports_any_head_size_and_type(
     dtype: torch.dtype, k_dim: int, v_dim: int, num_heads: int
 ) -> None:
     step = Step.make([1, 20, 1], [60, 4, 5], LayerShape(1, k_dim, v_dim, num_heads), dtype=dtype)
@@ -139,19 +139,19 @@ def test_any_head_size_and_type_equals_plain_pytorch(
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_pool_of_another_type_equals_plain_pytorch(kv_dtype: torch.dtype) -> None:
+def test_triton_attention_supports_a_pool_of_another_type(kv_dtype: torch.dtype) -> None:
     dtype = torch.bfloat16 if kv_dtype == torch.float32 else torch.float32
     step = Step.make([1, 6], [30, 0], LayerShape(2, 16, 16, 4), dtype=dtype, kv_dtype=kv_dtype)
     check(step, dtype, {})
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 32])
-def test_any_block_size_equals_plain_pytorch(block_size: int) -> None:
+def test_triton_attention_supports_any_block_size(block_size: int) -> None:
     check(Step.make([1, 30, 1], [70, 3, 0], LayerShape(2, 16, 16, 4), block_size=block_size), torch.float32, {})
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_steps_equal_plain_pytorch(seed: int) -> None:
+def test_triton_attention_of_random_steps_equals_plain_pytorch(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_rows = int(rng.integers(1, 6))
     query_lens = np.where(rng.random(num_rows) < 0.5, 1, rng.integers(1, 50, num_rows)).tolist()
@@ -180,7 +180,7 @@ def test_kv_before_a_window_is_never_read() -> None:
     torch.testing.assert_close(step.attend(step.triton(), window=20), want, rtol=3e-6, atol=3e-6)
 
 
-def test_writing_zeroes_the_rest_of_a_block_and_nothing_else() -> None:
+def test_writing_kv_zeroes_only_the_rest_of_a_begun_block() -> None:
     ours, theirs = (Step.make([1, 20, 1, 1], [16, 5, 3, 15], LayerShape(2, 8, 12, 2)) for _ in range(2))
     ours.write(ours.triton())
     theirs.write(theirs.torch())
@@ -243,13 +243,13 @@ def test_norm_and_gate_kernels_equal_pytorch(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated, (bend(gate) * up).to(dtype), **close)
 
 
-def test_more_rows_are_cut_into_fewer_parts_of_kv() -> None:
-    parts = [parts_for(rows * 8, 132) for rows in (1, 8, 32, 64, 128, 512)]
+def test_the_kv_of_more_rows_is_cut_into_fewer_parts() -> None:
+    parts = [choose_num_parts(rows * 8, 132) for rows in (1, 8, 32, 64, 128, 512)]
     assert parts == sorted(parts, reverse=True) and parts[0] == MAX_PARTS and parts[-1] == 1
 
 
 def test_triton_attention_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="heads of 320; the Triton kernels take at most 256"):
+    with pytest.raises(ValueError, match="a head has 320 elements; Triton attention supports at most 256; use torch"):
         TritonAttention([LayerShape(1, 320, 32, 1)], "cpu")
     monkeypatch.setattr("pointsman.engine.attention.triton_backend.is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="runs on a GPU, not on cpu; use numba or torch"):

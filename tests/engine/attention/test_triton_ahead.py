@@ -45,15 +45,15 @@ def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list
         "k_dim": dim,
         "v_dim": dim,
         "block_size": 32,
-        "padded_k": layers.padded(dim),
-        "padded_v": layers.padded(dim),
+        "padded_k": layers.padded_size(dim),
+        "padded_v": layers.padded_size(dim),
         **features,
     }
     if features.get("has_sinks"):
         del constants["sinks"]
     size = 4 if dtype == "fp32" else 2
     options = decode_options(dim * size)
-    parts = {"padded_group": layers.padded(group), "tile": options.pop("tile")}
+    parts = {"padded_group": layers.padded_size(group), "tile": options.pop("tile")}
     kernels = [
         kernel(attention.decode_kernel, dtype, {**constants, **parts, "num_parts": count}, **options)
         for count in (1, 16)
@@ -66,7 +66,7 @@ def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_and_hardly_spill(arch: int) -> None:
+def test_triton_kernels_compile_and_spill_few_registers(arch: int) -> None:
     heads = {
         "epsilon": 1e-6,
         "offset": 0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pointsman.engine.drafts.draft_counts import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, best_counts
+from pointsman.engine.drafts.draft_counts import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, choose_draft_counts
 
 
 def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepCost:
@@ -16,111 +16,113 @@ def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepC
     return cost
 
 
-def test_odds_follow_the_observed_tokens() -> None:
+def test_acceptance_odds_approach_the_observed_frequencies() -> None:
     odds = Odds()
-    before = odds.chances([1, 2, 5], 3)
+    before = odds.probabilities([1, 2, 5], 3)
     assert before.shape == (3, 3)
     assert (np.diff(before, axis=1) < 0).all(), "later tokens are less likely"
     assert (np.diff(before[:, 0]) > 0).all(), "longer matches are more likely to continue"
-    odds.note([2, -2] * 50 + [3] * 100)
-    chances = odds.chances([2, 3], 2)
-    assert chances[0, 0] == pytest.approx(0.5, abs=0.02)
-    assert chances[1, 0] > 0.97
-    assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second token follows a longer match"
+    odds.observe_matches([2, -2] * 50 + [3] * 100)
+    probabilities = odds.probabilities([2, 3], 2)
+    assert probabilities[0, 0] == pytest.approx(0.5, abs=0.02)
+    assert probabilities[1, 0] > 0.97
+    assert probabilities[0, 1] == pytest.approx(probabilities[0, 0] * probabilities[1, 0]), (
+        "the second token follows a longer match"
+    )
 
 
-def test_odds_of_long_matches_start_at_those_of_short_ones() -> None:
+def test_prior_odds_of_long_matches_depend_on_odds_of_short_matches() -> None:
     odds = Odds()
-    before = odds.by_length()
+    before = odds.probability_by_length()
     assert before[1:] == pytest.approx([length / (length + 2) for length in range(1, LONGEST + 1)])
-    odds.note([-2, -3] * 100)
-    after = odds.by_length()
+    odds.observe_matches([-2, -3] * 100)
+    after = odds.probability_by_length()
     assert after[2] < 0.05
     assert after[4] < 0.25 < before[4] / 2, "no match of 4 tokens was seen"
     assert (np.diff(after[3:]) > 0).all()
-    odds.note([4] * 100)
-    assert odds.by_length()[4] > 0.9, "observations outweigh the prior"
+    odds.observe_matches([4] * 100)
+    assert odds.probability_by_length()[4] > 0.9, "observations outweigh the prior"
 
 
 def test_max_gain_is_an_upper_bound_of_the_gain() -> None:
     rng = np.random.default_rng(2)
     for _ in range(50):
         odds = Odds()
-        odds.note(rng.integers(-LONGEST - 3, LONGEST + 4, size=int(rng.integers(0, 400))).tolist())
+        odds.observe_matches(rng.integers(-LONGEST - 3, LONGEST + 4, size=int(rng.integers(0, 400))).tolist())
         lengths = rng.integers(1, 2 * LONGEST, size=4).tolist()
-        brings = [odds.chances(lengths, most).sum() for most in (1, 8, 200)]
+        brings = [odds.probabilities(lengths, most).sum() for most in (1, 8, 200)]
         assert brings[0] <= brings[1] <= brings[2] <= odds.max_gain(lengths) * (1 + 1e-9)
         assert brings[2] == pytest.approx(odds.max_gain(lengths), rel=0.02)
 
 
-def test_odds_forget_old_observations() -> None:
+def test_acceptance_odds_forget_old_observations() -> None:
     odds = Odds()
-    odds.note([LONGEST] * 1000)
-    odds.note([-LONGEST - 5] * int(MAX_NOTED))
-    assert odds.chances([LONGEST + 50], 1)[0, 0] < 0.5
+    odds.observe_matches([LONGEST] * 1000)
+    odds.observe_matches([-LONGEST - 5] * int(MAX_NOTED))
+    assert odds.probabilities([LONGEST + 50], 1)[0, 0] < 0.5
     assert PRIOR < MAX_NOTED
 
 
-def test_step_cost_is_the_line_through_the_observed_steps() -> None:
+def test_step_cost_is_a_linear_fit_of_the_observed_steps() -> None:
     cost = line(2.0, 0.1)
-    assert cost.between(1, 12) == pytest.approx(2.0 + 0.1 * np.arange(1, 13), rel=0.02)
+    assert cost.seconds_between(1, 12) == pytest.approx(2.0 + 0.1 * np.arange(1, 13), rel=0.02)
 
 
 def test_step_cost_depends_on_the_computed_rows() -> None:
     cost = StepCost(lambda size: -(-size // 8) * 8)
     for turn in range(60):
         cost.observe(3 + 10 * (turn % 2), 1.0 + 0.5 * (turn % 2))
-    found = cost.between(1, 16)
+    found = cost.seconds_between(1, 16)
     assert np.ptp(found[:8]) == np.ptp(found[8:]) == 0
     assert found[8] / found[7] == pytest.approx(1.5, rel=0.05)
 
 
-def test_before_any_step_twice_the_tokens_cost_an_eighth_more() -> None:
-    found = StepCost(lambda size: size).between(4, 8)
+def test_unobserved_steps_of_twice_the_tokens_cost_an_eighth_more() -> None:
+    found = StepCost(lambda size: size).seconds_between(4, 8)
     assert found[-1] / found[0] == pytest.approx(1.125)
 
 
-def test_a_cost_never_falls_and_is_never_negative() -> None:
+def test_step_cost_never_falls_with_tokens_and_is_not_negative() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         cost = StepCost(lambda size: size)
         for _ in range(20):
             cost.observe(int(rng.integers(1, 70)), float(rng.exponential()) + 1e-6)
-            found = cost.between(1, 80)
+            found = cost.seconds_between(1, 80)
             assert (found > 0).all()
             assert (np.diff(found) >= 0).all()
 
 
-def test_a_single_slow_step_hardly_changes_the_cost() -> None:
+def test_a_single_slow_step_hardly_changes_the_step_cost() -> None:
     cost = line(2.0, 0.1)
     cost.observe(9, 200.0)
-    assert cost.between(9, 9)[0] < 1.2 * 2.9
+    assert cost.seconds_between(9, 9)[0] < 1.2 * 2.9
     for _ in range(200):
         cost.observe(1, 5.0)
-    assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but a lasting change is"
+    assert cost.seconds_between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but a lasting change is"
 
 
 def test_likely_drafts_are_chosen_where_tokens_cost_little() -> None:
-    chances = np.array([[0.9, 0.8, 0.7], [0.1, 0.05, 0.01]])
-    assert best_counts(chances, 2, line(2.0, 0.005)).tolist() == [3, 2], "drafts cost next to nothing"
-    assert best_counts(chances, 2, line(1.0, 0.2)).tolist() == [3, 0]
-    assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "a draft costs a whole step"
+    probabilities = np.array([[0.9, 0.8, 0.7], [0.1, 0.05, 0.01]])
+    assert choose_draft_counts(probabilities, 2, line(2.0, 0.005)).tolist() == [3, 2], "drafts cost next to nothing"
+    assert choose_draft_counts(probabilities, 2, line(1.0, 0.2)).tolist() == [3, 0]
+    assert choose_draft_counts(probabilities, 2, line(0.0, 1.0)).tolist() == [0, 0], "a draft costs a whole step"
 
 
-def test_best_counts_gives_the_most_tokens_per_second() -> None:
-    """Compare with every number of drafts, in the order of their chances."""
+def test_chosen_draft_counts_give_the_most_tokens_per_second() -> None:
+    """Compare with every number of drafts, in the order of their probabilities."""
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(200):
         count, most = int(rng.integers(1, 5)), int(rng.integers(1, 5))
-        chances = rng.random((count, most)).cumprod(axis=1)
+        probabilities = rng.random((count, most)).cumprod(axis=1)
         num_rows = count + int(rng.integers(0, 4))
         cost = line(1.0, float(rng.random()) * 0.3, (num_rows, num_rows + 4))
-        counts = best_counts(chances, num_rows, cost)
-        gained = sum(float(row[:n].sum()) for row, n in zip(chances, counts, strict=True))
-        seconds = cost.between(num_rows, num_rows + count * most)
+        counts = choose_draft_counts(probabilities, num_rows, cost)
+        gained = sum(float(row[:n].sum()) for row, n in zip(probabilities, counts, strict=True))
+        seconds = cost.seconds_between(num_rows, num_rows + count * most)
         speed = (num_rows + gained) / seconds[counts.sum()]
-        speeds = (num_rows + np.concatenate([[0.0], np.sort(chances.ravel())[::-1].cumsum()])) / seconds
+        speeds = (num_rows + np.concatenate([[0.0], np.sort(probabilities.ravel())[::-1].cumsum()])) / seconds
         if counts.sum():
             assert speed == pytest.approx(speeds.max())
             assert speed >= 1.05 * speeds[0]

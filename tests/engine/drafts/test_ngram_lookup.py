@@ -29,7 +29,7 @@ def lookup_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> Ngra
 def test_the_continuation_of_the_longest_suffix_is_expected(tokens: list[int], drafts: list[int]) -> None:
     found = lookup_of(tokens)
     assert found.length > 0
-    assert list(found.expected(3)) == drafts
+    assert list(found.expected_tokens(3)) == drafts
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1], [0, 0, 0][:1], []])
@@ -37,7 +37,7 @@ def test_no_token_is_expected_after_a_new_ngram(tokens: list[int]) -> None:
     assert lookup_of(tokens).length == 0
 
 
-def test_a_suffix_must_be_long_enough() -> None:
+def test_suffixes_shorter_than_min_ngram_are_not_looked_up() -> None:
     tokens = [5, 2, 6, 1, 2]
     assert lookup_of(tokens, 2, 3).length == 0
     assert look_up(np.array(tokens, dtype=np.int32), 1, 3) == (2, 1)
@@ -48,24 +48,24 @@ def test_the_match_grows_while_expected_tokens_follow() -> None:
     one = lookup_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 2, 3)
     assert one.length == 2
     assert one.append([3, 4]) == [2, 3]
-    assert (one.length, list(one.expected(3))) == (4, [5, 6, 9])
+    assert (one.length, list(one.expected_tokens(3))) == (4, [5, 6, 9])
     assert one.append([5, 8]) == [4, -5]
     assert one.length == 0
     assert one.append([7]) == []
     assert one.append([3]) == []
     assert one.append([4]) == [], "the pair was there before, and is found again"
-    assert list(one.expected(2)) == [5, 8]
+    assert list(one.expected_tokens(2)) == [5, 8]
 
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 4), (2, 5), (3, 3), (4, 6)])
-def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: int) -> None:
+def test_tokens_may_be_appended_one_by_one_or_together(min_ngram: int, max_ngram: int) -> None:
     """The filter has no false negatives and its false positives change no result, also after it is rebuilt."""
     rng = np.random.default_rng(min_ngram * 10 + max_ngram)
     tokens = rng.integers(0, 5, size=40).tolist()
     one = lookup_of(tokens, min_ngram, max_ngram)
     found = 0
     while len(tokens) < 1600:
-        expected = one.expected(1)[0] if one.length else None
+        expected = one.expected_tokens(1)[0] if one.length else None
         newest = rng.integers(0, 40, size=rng.integers(1, 4)).tolist()
         if rng.random() < 0.2:
             start = int(rng.integers(0, len(tokens) - 12))
@@ -80,7 +80,7 @@ def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: i
         place, length = look_up(np.array(tokens, dtype=np.int32), min_ngram, max_ngram)
         assert bool(one.length) == bool(length)
         if length and not (judged and judged[-1] > 0):
-            assert (one.length, one.expected(1)[0]) == (length, tokens[place])
+            assert (one.length, one.expected_tokens(1)[0]) == (length, tokens[place])
             found += 1
     assert one.tolist() == tokens
     assert found > 10

@@ -98,7 +98,7 @@ POOLS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
-def test_outputs_equal_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
+def test_outputs_with_drafts_equal_outputs_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE]
     prompts = prompts_of(len(params))
     plain = run(make(loaded, 0, **{**pool, "draft_table": ()}), params, prompts)
@@ -125,7 +125,7 @@ def test_correct_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None
     assert engine.counters.num_steps < 25
 
 
-def test_a_delta_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
+def test_a_delta_output_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
     engine = make(loaded, 3)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (plain,) = run(make(loaded, 0), [params], [REPETITIVE])
@@ -159,7 +159,7 @@ def test_drafts_do_not_change_the_distribution() -> None:
             rows=np.array([0]), counts=np.array([2]), starts=np.array([0]), sampling=np.array([0, 0]),
             behind=np.array([1, 0]), drafts=np.array([draft]),
         )  # fmt: skip
-        result, _ = one.judge(np.array(drawn), np.ones(2, dtype=bool), 1)
+        result, _ = one.verify(np.array(drawn), np.ones(2, dtype=bool), 1)
         tokens = tuple(np.asarray(result.token_ids).tolist())
         assert len(tokens) == 1 + (drawn[0] == draft)
         pairs[tokens] = pairs.get(tokens, 0) + 1
@@ -216,7 +216,7 @@ def test_drafts_that_are_always_wrong_are_no_longer_proposed(
 ) -> None:
     """At any cost of steps: with odds below 1 %, five drafts cannot gain 5 %."""
     wrong = loaded.vocab_size - 1
-    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
+    monkeypatch.setattr(NgramLookup, "expected_tokens", lambda self, count: [wrong] * count)
     monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
     engine = make(loaded, 5, max_model_len=256, num_blocks=80)
     bias = {wrong: -100.0, 3: -100.0}
@@ -237,18 +237,18 @@ def test_drafts_that_are_always_wrong_are_no_longer_proposed(
 def searched() -> Iterator[list[int]]:
     """The steps that are searched for drafts."""
     steps: list[int] = []
-    follow = PromptLookup._append_newest
+    follow = PromptLookup._append_newest_tokens
 
     def watched(self: PromptLookup, output: Any, update: Any) -> Any:
         steps.append(output.step_id)
         return follow(self, output, update)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptLookup, "_append_newest", watched)
+        patch.setattr(PromptLookup, "_append_newest_tokens", watched)
         yield steps
 
 
-def test_searches_without_result_become_rare(
+def test_searches_for_drafts_without_result_become_rare(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An accepted draft makes every step search again."""
@@ -260,7 +260,7 @@ def test_searches_without_result_become_rare(
         engine.step()
     assert np.diff(searched).tolist() == [1, 2, 4, *[8] * (len(searched) - 4)]
     monkeypatch.undo()
-    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: always[-count:])
+    monkeypatch.setattr(NgramLookup, "expected_tokens", lambda self, count: always[-count:])
     always = [77] * 4
     likely = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logit_bias={77: 100.0})
     engine.add_request("b", [77] * 40, likely)
@@ -271,7 +271,7 @@ def test_searches_without_result_become_rare(
     assert searched[-1] - searched[-8] == 7
 
 
-def test_long_steps_search_for_drafts_in_every_step(
+def test_drafts_are_searched_in_every_step_if_steps_are_long(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
@@ -282,7 +282,7 @@ def test_long_steps_search_for_drafts_in_every_step(
     assert len(searched) == searched[-1] - searched[0] + 1
 
 
-def test_a_lookup_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_request_keeps_its_lookup_of_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The expected tokens follow an earlier occurrence of the request's newest tokens."""
     checked = 0
     propose = PromptLookup.propose

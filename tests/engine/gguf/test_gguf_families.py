@@ -67,7 +67,7 @@ def exported(path: Path, directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_written_model_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
+def test_a_model_written_as_gguf_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
     model = build(MODELS[name]())
     path = write_gguf(tmp_path / "model.gguf", model)
     known, found = model.config.to_dict(), make_config(read_gguf(path)).to_dict()

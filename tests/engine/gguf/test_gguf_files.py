@@ -56,7 +56,7 @@ def test_gguf_files_are_recognised_by_name(path: Path, tmp_path: Path) -> None:
     assert not is_gguf(tmp_path / "directory.gguf") and not is_gguf(tmp_path / "model.safetensors")
 
 
-def test_a_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Path) -> None:
     check_model_directory(path)
     assert weights_size(path) == sum(weight.nbytes for weight in build(FAMILIES["llama"]()).parameters())
     with pytest.raises(ModelLoadError, match=r"absent.gguf cannot be read: No such file or directory"):
@@ -72,16 +72,16 @@ def test_a_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", [0, 2])
-def test_parts_are_read_together_as_one_model(given: int, model: Any, parts: list[Path]) -> None:
+def test_the_parts_of_a_gguf_model_are_read_together(given: int, model: Any, parts: list[Path]) -> None:
     loaded = load_model(parts[given], fuse=False)
     assert read_gguf(parts[given]).path == parts[0]
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], weight)
 
 
-def test_a_missing_part_is_named(parts: list[Path]) -> None:
+def test_the_error_names_a_missing_gguf_part(parts: list[Path]) -> None:
     parts[1].unlink()
-    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them there"
+    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them to this directory"
 
 
 def test_a_part_with_another_parts_name_is_refused(parts: list[Path]) -> None:
@@ -92,7 +92,7 @@ def test_a_part_with_another_parts_name_is_refused(parts: list[Path]) -> None:
 
 def test_a_part_needs_a_part_number_in_its_name(parts: list[Path], tmp_path: Path) -> None:
     renamed = parts[0].rename(tmp_path / "first.gguf")
-    assert "is one of 3 parts, and its name has no part number; name the parts NAME-00001-of-00003" in error_of(renamed)
+    assert "is one of 3 parts, but its name has no part number; name the parts NAME-00001-of-00003" in error_of(renamed)
 
 
 # ---------------------------------------------------------------------- other files
@@ -104,11 +104,11 @@ def test_unsupported_versions_and_byte_orders_are_refused(path: Path, tmp_path: 
     assert "is a GGUF file of version 1; supported are versions 2 and 3" in error_of(path, UnsupportedModel)
     writer = GGUFWriter(tmp_path / "big.gguf", "llama", endianess=GGUFEndian.BIG)
     write(writer)
-    assert "is a GGUF file of the other byte order" in error_of(tmp_path / "big.gguf", UnsupportedModel)
+    assert "is a GGUF file of big-endian numbers" in error_of(tmp_path / "big.gguf", UnsupportedModel)
 
 
 @pytest.mark.parametrize("length", [0, 3, 100, 1500, -1])
-def test_a_truncated_file_is_named(length: int, path: Path) -> None:
+def test_the_error_names_a_truncated_gguf_file(length: int, path: Path) -> None:
     path.write_bytes(path.read_bytes()[:length])
     assert str(path) in error_of(path)
 
@@ -149,12 +149,18 @@ def edited(path: Path, model: Any, **fields: Any) -> Path:
     ("fields", "error"),
     [
         ({"llama__block_count": "2"}, "llama.block_count is '2'; it must be an integer from 1"),
-        ({"llama__block_count": 400}, "llama.block_count is 400, and the file holds 21 tensors"),
+        ({"llama__block_count": 400}, "llama.block_count is 400, but the file has only 21 tensors"),
         ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count is array([4, 4]"),
         ({"llama__attention__head_count": 0}, "llama.attention.head_count is 0; it must be an integer from 1"),
-        ({"llama__attention__layer_norm_rms_epsilon": None}, "has no llama.attention.layer_norm_rms_epsilon; convert"),
+        (
+            {"llama__attention__layer_norm_rms_epsilon": None},
+            "has no field llama.attention.layer_norm_rms_epsilon; convert",
+        ),
         ({"llama__rope__freq_base": float("nan")}, "llama.rope.freq_base is nan; it must be a number above 0"),
-        ({"llama__embedding_length": 64}, "token_embd.weight has the shape [199, 48], and the metadata says [199, 64]"),
+        (
+            {"llama__embedding_length": 64},
+            "token_embd.weight has the shape [199, 48], but the metadata requires [199, 64]",
+        ),
         ({"llama__feed_forward_length": 2**30}, "describes"),
         (
             {"tokenizer__ggml__eos_token_id": 199},
@@ -164,7 +170,7 @@ def edited(path: Path, model: Any, **fields: Any) -> Path:
         ({"general__sampling__top_p": 7.0}, "model.gguf: top_p is 7.0"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, tmp_path: Path) -> None:
+def test_the_error_names_a_wrong_metadata_field(fields: dict[str, Any], error: str, model: Any, tmp_path: Path) -> None:
     path = edited(tmp_path / "model.gguf", model, **fields)
     assert error in error_of(path) and str(path) in error_of(path)
 
@@ -174,15 +180,15 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, 
     [
         ({"llama__expert_count": 8}, "llama.expert_count is 8, which is not supported here"),
         ({"llama__attention__causal": False}, "llama.attention.causal is False, which is not supported here"),
-        ({"llama__rope__dimension_count": 6}, "llama.rope.dimension_count is 6 and a head has 12 elements"),
+        ({"llama__rope__dimension_count": 6}, "llama.rope.dimension_count is 6, but a head has 12 elements"),
         ({"llama__attention__value_length": 6}, "llama.attention.value_length is 6 and key_length 12"),
         (
             {"llama__rope__scaling__type": "longrope"},
-            "llama.rope.scaling.type is 'longrope', and the file has no rope factors",
+            "llama.rope.scaling.type is 'longrope'; in a file without tensors of rope factors, only none",
         ),
     ],
 )
-def test_settings_that_would_compute_wrongly_are_refused(
+def test_metadata_of_unsupported_computations_is_refused(
     fields: dict[str, Any], error: str, model: Any, tmp_path: Path
 ) -> None:
     assert error in error_of(edited(tmp_path / "model.gguf", model, **fields), UnsupportedModel)
@@ -198,10 +204,12 @@ def test_rotary_factors_of_an_unknown_kind_are_refused(model: Any, tmp_path: Pat
         writer.add_tensor("rope_freqs.weight", np.array([1, 2, 3, 4, 5, 9], np.float32))
 
     path = write_gguf(tmp_path / "model.gguf", model, edit=edit)
-    assert "rope_freqs.weight does not hold the factors of a Llama 3.1 to 3.3 model" in error_of(path, UnsupportedModel)
+    assert "rope_freqs.weight does not have the rotary factors of a Llama 3.1 to 3.3 model" in error_of(
+        path, UnsupportedModel
+    )
 
 
-def test_the_layers_with_a_window_can_be_listed(tmp_path: Path) -> None:
+def test_metadata_may_list_the_layers_with_a_window(tmp_path: Path) -> None:
     layers = ["full_attention", "sliding_attention"]
     family = Family("gemma3_text", "", {**HEAD16, **SLIDES, "layer_types": layers, "query_pre_attn_scalar": 16})
     fields = {"gemma3__attention__sliding_window_pattern": [False, True]}

@@ -36,7 +36,7 @@ def weights_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_weight_errors_are_within_the_types_precision(kind: str, model: Any, tmp_path: Path) -> None:
+def test_dequantised_weights_have_the_precision_of_their_type(kind: str, model: Any, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind])
     read = weights_of(path)
     assert read.keys() == dict(model.named_parameters()).keys()
@@ -48,7 +48,7 @@ def test_weight_errors_are_within_the_types_precision(kind: str, model: Any, tmp
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_weights_of_4_bits_are_recognised(kind: str, model: Any, tmp_path: Path) -> None:
+def test_gguf_weights_of_4_bits_can_be_stored_in_4_bits(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     for weight in (one for one in read.values() if one.ndim == 2 and len(one) % FEATURES_AT_ONCE == 0):
         found = in_groups(weight)
@@ -145,22 +145,24 @@ def changed(path: Path, model: Any, **tensors: np.ndarray[Any, Any] | None) -> P
     return write_gguf(path, model, edit=edit)
 
 
-def test_a_missing_tensor_is_named(model: Any, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_tensor(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__1__ffn_up__weight=None)
-    with pytest.raises(ModelLoadError, match=r"model.gguf has no tensor blk.1.ffn_up.weight \(model.layers.1.mlp.up_p"):
+    with pytest.raises(
+        ModelLoadError, match=r"model.gguf has no tensor blk.1.ffn_up.weight for the weight model.layers.1.mlp.up_p"
+    ):
         load_model(path)
 
 
-def test_a_tensor_of_another_shape_is_named(model: Any, tmp_path: Path) -> None:
+def test_the_error_names_a_tensor_of_another_shape(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__ffn_up__weight=np.zeros((256, 128), np.float32))
-    with pytest.raises(ModelLoadError, match=r"blk.0.ffn_up.weight has the shape \[256, 128\].* says \[256, 256\]"):
+    with pytest.raises(ModelLoadError, match=r"blk.0.ffn_up.weight has the shape \[256, 128\].* requires \[256, 256\]"):
         load_model(path)
 
 
 def test_a_tensor_that_is_no_weight_is_refused(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__attn_sinks__weight=np.zeros(4, np.float32))
     with pytest.raises(
-        UnsupportedModel, match=r"the tensor blk.0.attn_sinks.weight has no place in a model of type llama"
+        UnsupportedModel, match=r"the tensor blk.0.attn_sinks.weight is no weight of a model of type llama"
     ):
         load_model(path)
 
@@ -176,5 +178,5 @@ def test_an_unsupported_tensor_type_is_refused(model: Any, tmp_path: Path) -> No
 def test_a_file_without_a_model_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "vocabulary.gguf", "llama")
     write(writer)
-    with pytest.raises(ModelLoadError, match=r"has no llama.context_length; convert the model again"):
+    with pytest.raises(ModelLoadError, match=r"has no field llama.context_length; convert the model again"):
         load_model(tmp_path / "vocabulary.gguf")

@@ -126,7 +126,7 @@ def error_of(path: Path, kind: type[Exception] = ModelLoadError) -> str:
         (None, None, "the"),
     ],
 )
-def test_bos_and_eos_are_added_by_the_metadata(
+def test_bos_and_eos_are_added_as_the_metadata_requires(
     adds_bos: bool | None, adds_eos: bool | None, expected: str, tmp_path: Path
 ) -> None:
     def edit(writer: GGUFWriter) -> None:
@@ -148,7 +148,7 @@ def test_llama3_and_sentencepiece_begin_with_bos_by_default(tmp_path: Path) -> N
     assert spm("the")["input_ids"][0] == spm.bos_token_id
 
 
-def test_texts_end_at_eos_and_at_end_of_turn_tokens(tmp_path: Path) -> None:
+def test_generation_ends_at_eos_and_at_end_of_turn_tokens(tmp_path: Path) -> None:
     def edit(writer: GGUFWriter) -> None:
         writer.add_eot_token_id(7)
         writer.add_sampling_temp(0.5)
@@ -189,5 +189,5 @@ def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
         ("tokenizer.ggml.eos_token_id", 300, "tokenizer.ggml.eos_token_id is 300; it must be a token id from 0 to 299"),
     ],
 )
-def test_a_wrong_field_is_named(key: str, value: Any, error: str, tmp_path: Path) -> None:
+def test_the_error_names_a_wrong_metadata_field(key: str, value: Any, error: str, tmp_path: Path) -> None:
     assert error in error_of(written(tmp_path / "model.gguf", replace(key, value)))

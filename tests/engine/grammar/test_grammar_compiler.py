@@ -70,7 +70,7 @@ def take(compiler: GrammarCompiler, count: int = 1) -> list[tuple[Request, Compi
     deadline = time.monotonic() + PATIENCE
     while len(found) < count and time.monotonic() < deadline:
         compiler.wait(1.0)
-        found += compiler.take()
+        found += compiler.take_finished()
     assert len(found) == count
     return found
 
@@ -128,7 +128,7 @@ def test_equal_grammars_are_compiled_once_and_cached(shared: GrammarCompiler) ->
         ({"grammar": "root ::= missing"}, "missing"),
         ({"json": {"type": "string", "pattern": "[z-a]"}}, "in the pattern '[z-a]' the expression has a range"),
         ({"grammar": 'root ::= "a" x\nx ::= x "b"'}, "it allows no text"),
-        ({"regex": "\x7f"}, "no token of this model could follow the first 0 of a text"),
+        ({"regex": "\x7f"}, "after 0 tokens of a text it allows no token of this model"),
     ],
 )
 def test_compile_errors_have_one_line(shared: GrammarCompiler, options: dict[str, Any], words: str) -> None:
@@ -138,7 +138,7 @@ def test_compile_errors_have_one_line(shared: GrammarCompiler, options: dict[str
     assert "\n" not in str(error) and len(str(error)) < 450 and ".cc" not in str(error)
 
 
-def test_a_hopeless_grammar_ends_without_delaying_others(shared: GrammarCompiler) -> None:
+def test_a_grammar_that_times_out_does_not_delay_a_quick_grammar(shared: GrammarCompiler) -> None:
     shared.add(request_with(regex="[a-f]{3}"))
     take(shared)
     started = time.monotonic()
@@ -161,7 +161,7 @@ def slow_schema(number: int) -> dict[str, Any]:
     }
 
 
-def test_each_hopeless_grammar_delays_others_by_one_slice(make: Callable[..., GrammarCompiler]) -> None:
+def test_each_grammar_that_times_out_delays_others_by_one_slice(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
     hopeless = [request_with(json=slow_schema(number)) for number in range(6)]
@@ -204,7 +204,7 @@ def test_the_queue_of_new_grammars_is_bounded(
     ((_, error),) = take(compiler)
     assert isinstance(error, GrammarQueueFullError)
     assert str(error) == (
-        "too many grammars wait to be compiled: 3 of this tenant, of at most 3 now, and 3 of all, of at most 4; "
+        "too many grammars wait to be compiled: 3 of this tenant (at most 3 now) and 3 of all tenants (at most 4); "
         "try again later"
     )
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
@@ -224,8 +224,8 @@ def test_the_queue_of_slow_grammars_is_bounded(
         compiler.add(request)
     errors = [error for _, error in take(compiler, 2)]  # one is compiled, one waits
     words = (
-        "too many grammars that take longer than 0.1 s wait to be compiled: 1 of this tenant, of at most 1 now, and "
-        "1 of all, of at most 2; try again later"
+        "too many grammars that take longer than 0.1 s wait to be compiled: 1 of this tenant (at most 1 now) and "
+        "1 of all tenants (at most 2); try again later"
     )
     assert [(type(error), str(error)) for error in errors] == [(GrammarQueueFullError, words)] * 2
     assert isinstance(outcome(compiler, regex="quick"), CompiledGrammar)
@@ -234,7 +234,7 @@ def test_the_queue_of_slow_grammars_is_bounded(
         compiler.forget(request)
 
 
-def test_a_failure_is_cached_for_a_while(shared: GrammarCompiler) -> None:
+def test_a_grammar_failure_is_cached_for_a_limited_time(shared: GrammarCompiler) -> None:
     error = outcome(shared, regex="forgotten(")
     started = time.monotonic()
     assert outcome(shared, regex="forgotten(") is error
@@ -271,7 +271,7 @@ def test_a_grammar_without_waiting_requests_is_cancelled(
     wait_until(lambda: not children_of(compiler.pid))
 
 
-def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> None:
+def test_a_killed_grammar_process_is_replaced(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     assert compiler.pid is None
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
@@ -282,7 +282,7 @@ def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> N
     assert compiler.pid not in (None, before)
 
 
-def test_dropping_the_compiler_ends_the_process(tokenizer: Any) -> None:
+def test_dropping_the_grammar_compiler_ends_its_process(tokenizer: Any) -> None:
     pid = pid_of_one_let_go(tokenizer)
     gc.collect()
     wait_until(lambda: not is_alive(pid))
@@ -323,8 +323,8 @@ def test_notify_is_called_when_a_grammar_is_done(shared: GrammarCompiler) -> Non
     try:
         shared.add(request_with(regex="bell"))
         assert told.wait(PATIENCE)
-        assert len(shared.take()) == 1
-        assert shared.take() == []
+        assert len(shared.take_finished()) == 1
+        assert shared.take_finished() == []
     finally:
         shared.notify = None
 
@@ -357,7 +357,7 @@ def test_invalid_grammar_timeouts_are_refused(tokenizer: Any, timeout: Any) -> N
         GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=timeout))
 
 
-def test_the_cache_is_bounded_in_bytes() -> None:
+def test_the_grammar_cache_is_bounded_in_bytes() -> None:
     def grammar(num_bytes: int) -> Any:
         return CompiledGrammar(None, None, num_bytes, GrammarLimits())  # type: ignore[arg-type]  # only counted
 

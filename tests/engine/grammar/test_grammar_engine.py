@@ -222,7 +222,7 @@ def mixed_params(count: int) -> list[SamplingParams]:
     return params
 
 
-def test_tokens_are_the_same_alone_together_and_under_pressure(
+def test_structured_outputs_are_equal_alone_in_batches_and_preempted(
     demo: LoadedModel, demo_compiler: GrammarCompiler
 ) -> None:
     prompts = [f"{PROMPT} number {'and again ' * (3 * i)}" for i in range(16)]
@@ -244,7 +244,7 @@ def test_tokens_are_the_same_alone_together_and_under_pressure(
         assert [output.text for output in outputs] == [output.text for output in expected]
 
 
-def test_tokens_are_the_same_after_a_failed_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structured_outputs_are_equal_after_a_failed_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = mixed_params(8)
     expected = [output.token_ids for output in generate(llm, params)]
     engine, run, failures = llm.engine, llm.engine.runner.run, []
@@ -290,14 +290,14 @@ def test_eos_is_found_among_padded_logits(tiny: LoadedModel, tiny_compiler: Gram
     assert {(output.text, output.finish_reason) for output in outputs} == {("a", "stop")}
 
 
-def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: GrammarCompiler) -> None:
+def test_token_masks_depend_only_on_the_output_tokens(demo: LoadedModel, demo_compiler: GrammarCompiler) -> None:
     """Rewound to an earlier position, a grammar gives the same mask again."""
     params = structured(regex="ab(cd|ef){2}", max_tokens=30)
     output_ids = [token_id for text in ("a", "b", "c", "d", "e", "f") for token_id in demo.tokenizer(text)["input_ids"]]
     request = Request("r", [5, 6], arrival_time=0.0, max_tokens=30, eos_token_ids=(0,), metadata=params)
     demo_compiler.add(request)
     demo_compiler.wait(60.0)
-    ((_, grammar),) = demo_compiler.take()
+    ((_, grammar),) = demo_compiler.take_finished()
     assert isinstance(grammar, CompiledGrammar)
     request._state.append_output(output_ids)
     row = EditedRow(request, 1, demo.vocab_size, (), RequestGrammar(request, grammar))
@@ -315,7 +315,7 @@ def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: Gram
         assert allowed(count) == first[count]
 
 
-def test_min_tokens_and_ignore_eos_hold_while_the_grammar_continues(llm: LLM) -> None:
+def test_min_tokens_and_ignore_eos_apply_while_the_grammar_continues(llm: LLM) -> None:
     short = generate(llm, [structured(i, 1.0, 30, regex="[a-z]{1,200}") for i in range(10)])
     assert min(len(output.token_ids) for output in short) < 12
     for own in ({"min_tokens": 12}, {"ignore_eos": True}):
@@ -332,7 +332,7 @@ def test_other_logit_edits_choose_among_allowed_tokens(llm: LLM) -> None:
     assert {output.text for output in outputs} == {"y"}
 
 
-def test_parameters_without_allowed_tokens_end_only_their_request(llm: LLM) -> None:
+def test_a_request_without_any_allowed_token_does_not_end_others(llm: LLM) -> None:
     (letter,) = llm.engine.tokenize("z")
     bad, good = generate(llm, [structured(choice=["y"], allowed_token_ids=[letter]), structured(choice=["y"])])
     assert (bad.finish_reason, bad.finish_detail) == ("error", NOTHING_LEFT)
@@ -347,7 +347,7 @@ def test_stop_strings_and_stop_tokens_end_a_text_early(llm: LLM) -> None:
     assert (output.text, output.stop_reason) == ("1", letter)
 
 
-def test_logprobs_are_taken_before_masking(llm: LLM) -> None:
+def test_logprobs_are_computed_before_masking(llm: LLM) -> None:
     """Log probabilities are taken before masking."""
     (output,) = generate(llm, structured(temperature=0.0, choice=["\u00e9\u00e9"], logprobs=1))
     entries = output.outputs[0].logprobs
@@ -358,7 +358,7 @@ def test_logprobs_are_taken_before_masking(llm: LLM) -> None:
 # ------------------------------------------------------------------------------------------------ parking, failures
 
 
-def test_parked_requests_hold_no_blocks_and_keep_their_places(demo: LoadedModel) -> None:
+def test_parked_requests_hold_no_blocks_and_keep_their_queue_places(demo: LoadedModel) -> None:
     engine = Engine(demo, num_blocks=64, max_num_seqs=1, max_model_len=256)
     engine.grammars.warm_up()
     wait_until(lambda: engine.grammars.pid is not None)

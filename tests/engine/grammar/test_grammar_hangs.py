@@ -59,7 +59,7 @@ def take(compiler: GrammarCompiler, count: int = 1) -> list[Outcome]:
     deadline = time.monotonic() + PATIENCE
     while len(found) < count and time.monotonic() < deadline:
         compiler.wait(1.0)
-        found += [outcome for _, outcome in compiler.take()]
+        found += [outcome for _, outcome in compiler.take_finished()]
     assert len(found) == count
     return found
 
@@ -123,7 +123,9 @@ def all_stopped(compiler: GrammarCompiler) -> Iterator[None]:
         yield
 
 
-def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_grammar_process_is_replaced(
+    make: Callable[..., GrammarCompiler], caplog: pytest.LogCaptureFixture
+) -> None:
     compiler = make()
     before = started(compiler)
     os.kill(before, signal.SIGSTOP)
@@ -135,8 +137,8 @@ def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], cap
     assert compiler.num_restarts == 1
     (line,) = [record.getMessage() for record in caplog.records]
     assert (
-        line
-        == f"the process that compiles grammars ({before}) has not begun with a job within 2.0 s; another is started"
+        line == f"the process that compiles grammars ({before}) has not started a job within 2.0 s; "
+        "a new process replaces it"
     )
 
 
@@ -149,7 +151,7 @@ def test_two_hanging_processes_are_not_a_grammar_error(make: Callable[..., Gramm
         began = time.monotonic()
         for found in take(compiler, 20):
             assert isinstance(found, GrammarUnavailableError)
-            assert "grammars cannot be compiled now: their compiler has not begun with a job" in str(found)
+            assert "the process that compiles them has not started a job" in str(found)
         assert time.monotonic() - began < 25.0  # two hangs and two starts, not two per job
     assert compiler.num_restarts <= 4
 
@@ -211,15 +213,15 @@ def test_a_process_that_hangs_before_it_forks_is_replaced(
     before = started(compiler)
     ours, theirs = socket.socketpair()
     with ours, theirs:  # a job that is never read: its socket is silent, like that of a hanging process
-        hand_over = GrammarServer.hand_over
+        send_socket = GrammarServer.send_socket
 
         def lose(self: GrammarServer, sock: socket.socket) -> None:
-            hand_over(self, sock if self.pid != before else theirs)
+            send_socket(self, sock if self.pid != before else theirs)
             if self.pid == before:
                 kept.append(os.dup(sock.fileno()))
 
         kept: list[int] = []
-        monkeypatch.setattr(GrammarServer, "hand_over", lose)
+        monkeypatch.setattr(GrammarServer, "send_socket", lose)
         assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
     for descriptor in kept:
         os.close(descriptor)
@@ -277,7 +279,7 @@ def test_closing_ends_a_process_that_does_not_start(
     assert len(servers) == 1
 
 
-def test_a_process_that_never_starts_is_tried_twice(
+def test_starting_the_grammar_process_is_tried_twice(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "START_TIMEOUT", 0.5)

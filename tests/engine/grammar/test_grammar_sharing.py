@@ -78,7 +78,7 @@ class Compiler:
         found: dict[Request, Outcome] = {}
 
         def has_all() -> bool:
-            found.update(self.compiler.take())
+            found.update(self.compiler.take_finished())
             return len(found) >= count
 
         wait_until(has_all)
@@ -103,7 +103,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Compiler]]
         compiler.close()
 
 
-def test_a_tenant_leaves_a_thread_to_other_tenants(shared: Callable[..., Compiler]) -> None:
+def test_grammars_of_one_tenant_do_not_get_all_threads(shared: Callable[..., Compiler]) -> None:
     one = shared()
     for number in range(20):
         one.add("a", f"a{number}")
@@ -113,7 +113,7 @@ def test_a_tenant_leaves_a_thread_to_other_tenants(shared: Callable[..., Compile
     assert list(one.take(1)) == [request]
 
 
-def test_slow_grammars_of_a_tenant_leave_a_thread_to_others(shared: Callable[..., Compiler]) -> None:
+def test_slow_grammars_of_one_tenant_do_not_get_all_threads(shared: Callable[..., Compiler]) -> None:
     one = shared()
     for number in range(20):
         one.add("a", f"{SLOW} {number}")
@@ -123,7 +123,7 @@ def test_slow_grammars_of_a_tenant_leave_a_thread_to_others(shared: Callable[...
     assert list(one.take(1)) == [request]
 
 
-def test_a_tenant_comes_before_the_backlog_of_another(shared: Callable[..., Compiler]) -> None:
+def test_a_tenant_is_served_before_the_backlog_of_another_tenant(shared: Callable[..., Compiler]) -> None:
     one = shared(NUM_THREADS=1, MAX_OUT=1)
     for number in range(20):
         one.add("a", f"a{number}")
@@ -143,11 +143,11 @@ def test_a_full_queue_of_one_tenant_is_not_full_for_others(shared: Callable[...,
     assert one.begun("a0", "a1")
     for number in range(2, 8):
         one.add("a", f"a{number}")
-    assert not one.compiler.take()
+    assert not one.compiler.take_finished()
     late = one.add("a", "late")
     error = one.take(1)[late]
     assert isinstance(error, GrammarQueueFullError)
-    assert "6 of this tenant, of at most 6 now, and 6 of all, of at most 8" in str(error)
+    assert "6 of this tenant (at most 6 now) and 6 of all tenants (at most 8)" in str(error)
     others = [one.add("b", f"b{number}") for number in range(2)]  # one is begun, one waits
     one.process.release("b0", "b1")
     assert set(one.take(2)) == set(others)
@@ -165,10 +165,10 @@ def test_a_grammar_of_two_tenants_is_compiled_once(shared: Callable[..., Compile
     assert sorted(one.process.order) == ["a0", "a1", "both"]
     for number in range(10):  # its place in the other tenant's queue is free again
         one.add("a", f"more {number}")
-    assert not one.compiler.take()
+    assert not one.compiler.take_finished()
 
 
-def test_a_grammar_of_two_tenants_outlives_the_first_tenant(shared: Callable[..., Compiler]) -> None:
+def test_a_grammar_is_compiled_though_one_of_its_two_tenants_cancels(shared: Callable[..., Compiler]) -> None:
     one = shared(NUM_THREADS=1)
     blocking = one.add("c", "c")
     assert one.begun("c")
@@ -223,7 +223,7 @@ def test_a_grammar_without_requests_leaves_the_queue(shared: Callable[..., Compi
     assert not any(expression.startswith("gone") for expression in one.process.order)
     for number in range(3):
         one.add("a", f"later {number}")
-    assert not one.compiler.take()
+    assert not one.compiler.take_finished()
 
 
 def test_failing_to_start_a_thread_is_not_a_grammar_error(

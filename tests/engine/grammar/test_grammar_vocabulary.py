@@ -17,7 +17,7 @@ READABLE = ("byte-level", "byte-fallback", "metaspace", "metaspace-first", "word
 
 
 @pytest.mark.parametrize("kind", READABLE)
-def test_tokens_are_the_bytes_of_their_texts(kind: str) -> None:
+def test_vocabulary_tokens_are_the_bytes_of_their_texts(kind: str) -> None:
     tokenizer = KINDS[kind]()
     size = len(tokenizer)
     vocabulary = read_vocabulary(tokenizer, size, [tokenizer.eos_token_id])
@@ -50,7 +50,7 @@ def test_unknown_tokenizers_are_refused_or_read_correctly(kind: str) -> None:
         assert token == b"" or decoder.token_text(token_id).encode() == token
 
 
-def test_added_tokens_stand_for_themselves() -> None:
+def test_added_tokens_have_the_bytes_of_their_own_text() -> None:
     """One of them would be decoded differently, because its letter stands for a byte in this vocabulary."""
     tokenizer = KINDS["byte-level"]()
     tokens = read_vocabulary(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).tokens
@@ -60,7 +60,7 @@ def test_added_tokens_stand_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("difference", [-300, 0, 333])
-def test_there_is_a_token_for_each_logit(difference: int) -> None:
+def test_the_vocabulary_has_a_token_for_each_logit(difference: int) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(model_directory("demo"))
     size = len(tokenizer) + difference
     vocabulary = read_vocabulary(tokenizer, size, [0, 1, size + 5])

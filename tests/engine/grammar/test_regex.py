@@ -82,14 +82,14 @@ def test_an_expression_allows_its_matches(expression: str, allowed: list[str]) -
         ("a{2", "begins no {m}, {m,} or {m,n}"),
         ("{", "a '{' with nothing to repeat"),
         ("*a", "a '*' with nothing to repeat"),
-        ("a**", "a quantifier behind a quantifier"),
-        ("^*a", "a quantifier behind '^'"),
+        ("a**", "a quantifier after a quantifier"),
+        ("^*a", "a quantifier after '^'"),
         ("a{3,2}", "its minimum is above its maximum"),
         (f"a{{{MAX_REPETITIONS + 1}}}", f"the maximum is {MAX_REPETITIONS:,}"),
-        ("a^b", "a '^' behind the text's start"),
-        ("(a$)b", "a '$' before the text's end"),
-        ("(a$)*", "a '$' before the text's end"),
-        ("a$b", "a '$' before the text's end"),
+        ("a^b", "a '^' after the start of the text"),
+        ("(a$)b", "a '$' before the end of the text"),
+        ("(a$)*", "a '$' before the end of the text"),
+        ("a$b", "a '$' before the end of the text"),
         ("(a", "a '(' without ')' at character 1"),
         ("a)", "a ')' without '(' at character 2"),
         ("[a", "a '[' without ']' at character 1"),
@@ -101,9 +101,9 @@ def test_an_expression_allows_its_matches(expression: str, allowed: list[str]) -
         (r"[a-\d]", "a range with a class at one end"),
         ("a\\", "a backslash at its end"),
         (r"\x4", r"'\x' without its hexadecimal digits"),
-        (r"\ud83d", "no character"),
-        (r"\U00110000", "no character"),
-        ("(" * (MAX_NESTING + 2), f"nested {MAX_NESTING} levels deep at most"),
+        (r"\ud83d", "no valid character"),
+        (r"\U00110000", "no valid character"),
+        ("(" * (MAX_NESTING + 2), f"groups nested more than {MAX_NESTING} levels deep"),
     ],
 )  # fmt: skip
 def test_constructs_that_dialects_read_differently_are_refused(expression: str, words: str) -> None:
@@ -119,7 +119,7 @@ def test_an_expression_without_a_match_allows_no_text(expression: str) -> None:
         Language(regex=expression)
 
 
-def test_an_option_without_a_match_is_left_out() -> None:
+def test_an_option_of_a_regex_without_a_match_is_left_out() -> None:
     assert Language(regex=r"a|b[^\s\S]").allows("a", "b") == ["a"]
     assert Language(regex=r"a(b[^\s\S])*").allows("a", "ab") == ["a"]
 

@@ -20,7 +20,7 @@ def written(value: Any) -> str:
 
 
 @pytest.mark.parametrize("text", ["Québec", "°C", "naïve", "½", "ÿb1", "\x80", 'q"\\', "日本", "😀", "é\n"])
-def test_letters_are_kept_at_every_position_of_a_schema(text: str) -> None:
+def test_any_letters_in_texts_of_a_schema_are_kept(text: str) -> None:
     name = written(text)
     for schema, right in (
         ({"enum": [text]}, name),
@@ -62,7 +62,7 @@ def test_strings_match_their_pattern(pattern: str, values: list[str], others: li
     assert [one for one in values if written({one: 1}) in names] == values
 
 
-def test_strings_of_a_length_have_no_raw_control_characters() -> None:
+def test_strings_with_length_limits_have_no_raw_control_characters() -> None:
     language = Language(json={"type": "string", "minLength": 1, "maxLength": 2})
     assert language.allows('"a"', '"é😀"', '"\t"', '"\x01"', '""', '"abc"', '"\ud800"') == ['"a"', '"é😀"']
 
@@ -81,12 +81,12 @@ def test_strings_have_no_lone_surrogates() -> None:
         ("ä", "#/$defs/ä"), ("a%b", "#/$defs/a%25b"), ("a b", "#/$defs/a%20b"), ("", "#/$defs/"), ("0", "#/$defs/0"),
     ],
 )  # fmt: skip
-def test_pointers_follow_rfc_6901(name: str, pointer: str) -> None:
+def test_json_pointers_are_read_by_rfc_6901(name: str, pointer: str) -> None:
     schema = {"type": "array", "items": {"$ref": pointer}, "$defs": {name: {"enum": ["é"]}}}
     assert Language(json=schema).allows('["é"]', '["a"]') == ['["é"]']
 
 
-def test_pointers_may_refer_to_any_part_of_the_schema() -> None:
+def test_refs_may_point_to_any_part_of_the_schema() -> None:
     whole = {"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}, "required": ["b"]}
     assert Language(json={"type": "object", **whole}).allows('{"b":null}', '{"b":1}') == ['{"b":null}']
     listed = {"anyOf": [{"const": 1}, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}
@@ -103,7 +103,7 @@ def test_a_ref_to_a_missing_part_of_the_schema_is_refused(pointer: str) -> None:
         Language(json={"type": "array", "items": {"$ref": pointer}, "$defs": {"a": {"type": "null"}}, "x": [1]})
 
 
-def test_targets_of_pointers_are_checked_anywhere() -> None:
+def test_targets_of_refs_are_checked_anywhere_in_the_schema() -> None:
     with pytest.raises(ValueError, match=r"at /#/components/A: the keyword 'not' is not supported"):
         Language(json={"items": {"$ref": "#/components/A"}, "components": {"A": {"not": {}}}})
 
@@ -134,7 +134,7 @@ def test_alternatives_without_a_finite_value_are_left_out() -> None:
     ]
 
 
-def test_unbounded_numbers_end() -> None:
+def test_numbers_without_bounds_have_a_maximum_length() -> None:
     nines = "9" * 18
     for schema in (
         {"type": "integer"}, {"type": ["integer", "null"]}, {"type": "number"}, {},
@@ -164,7 +164,7 @@ def test_thousands_of_choices_are_compiled() -> None:
     assert Language(choice=choices).allows(choices[0], choices[-1], "é4096") == [choices[0], choices[-1]]
 
 
-def test_a_tagged_union_of_definitions_allows_each() -> None:
+def test_a_tagged_union_allows_each_of_its_definitions() -> None:
     def tagged(*kinds: str) -> dict[str, Any]:
         return {"type": "object", "properties": {"kind": {"enum": list(kinds)}}, "required": ["kind"]}
 

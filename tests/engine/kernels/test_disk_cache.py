@@ -48,7 +48,7 @@ def compiled(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.e2e
-def test_a_full_disk_is_a_warning_with_a_remedy(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_full_disk_is_logged_as_a_warning_with_a_remedy(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     *warnings, values = compiled("full")
     assert values == "5 8 0"
     assert warnings and all("NUMBA_CACHE_DIR" in line and str(tmp_path / "cache") in line for line in warnings)
@@ -56,7 +56,7 @@ def test_a_full_disk_is_a_warning_with_a_remedy(compiled, tmp_path: Path) -> Non
 
 
 @pytest.mark.e2e
-def test_broken_files_are_replaced(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_broken_files_of_the_kernel_cache_are_replaced(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert compiled() == ["5 8 0"]
     for number, file in enumerate(sorted((tmp_path / "cache").rglob("*.nb[ic]"))):
         file.write_bytes((b"", file.read_bytes()[:50], b"\x00" * 500, b"\xff" * 9)[number % 4])

@@ -71,7 +71,7 @@ def replayed(publisher: KVEventsPublisher, count: int, first: int = 0) -> list[t
     raise AssertionError(f"{count} messages were not there in time")
 
 
-def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> None:
+def test_kv_event_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> None:
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.linger = 0
         socket.connect(publisher.endpoint)
@@ -92,7 +92,7 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
     assert events == [{"type": "AllBlocksCleared"}]
 
 
-def test_a_message_has_the_number_of_its_engine() -> None:
+def test_a_kv_event_message_has_the_number_of_its_engine() -> None:
     publisher = KVEventsPublisher(KVEventsConfig(**LOCAL, data_parallel_rank=3), block_size=2)
     publisher.publish([AllBlocksCleared()])
     ((_, payload),) = replayed(publisher, 1)
@@ -100,7 +100,7 @@ def test_a_message_has_the_number_of_its_engine() -> None:
     publisher.close()
 
 
-def test_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None:
+def test_kv_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None:
     publisher.publish([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], Root("salt", None))])
     publisher.publish([BlockRemoved([b"b"])])
     (_, first), (_, second) = replayed(publisher, 2)

@@ -40,7 +40,7 @@ def test_a_window_as_long_as_the_context_is_full_attention() -> None:
     assert layout_of([SHAPE] * 3, [32, 256, None]).groups == (WINDOW, FULL, FULL)
 
 
-def test_groups_without_savings_are_made_only_on_request() -> None:
+def test_groups_that_save_no_memory_are_made_only_if_requested() -> None:
     """A window of 250 tokens may span all 64 blocks of 256."""
     near = KVGroup("window", 250)
     assert layout_in_groups([SHAPE] * 2, [250, None], config(), only_if_it_saves=True).groups == ()
@@ -52,7 +52,7 @@ def test_layers_of_half_the_size_share_a_slot() -> None:
     layout = layout_of([small, small, large, small, small, large], [32, 32, None] * 2)
     assert layout.groups == (WINDOW, FULL) and len(layout.slots) == 2
     assert [(place.slot, place.part) for place in layout.places] == [(0, 0), (0, 1), (0, 0), (1, 0), (1, 1), (1, 0)]
-    assert layout.parts_of == (2, 1)
+    assert layout.num_parts_of_groups == (2, 1)
     other = LayerShape(1, 5, 5, 4)
     assert layout_of([other, large], [32, None]).groups == (), "keys and values are of other widths"
 
@@ -72,7 +72,7 @@ def test_a_block_has_memory_for_one_group_at_a_time() -> None:
         for block, group in enumerate(group_of_block):
             for layer, place in enumerate(layout.places):
                 if place.group == group:
-                    at = block * layout.parts_of[group]
+                    at = block * layout.num_parts_of_groups[group]
                     for tensor in (pool.keys[layer][at], pool.values[layer][at]):
                         marks.append((tensor, float(len(marks) + 1)))
                         tensor.fill_(marks[-1][1])
@@ -84,7 +84,7 @@ def test_a_block_has_memory_for_one_group_at_a_time() -> None:
 def test_disabling_the_hybrid_manager_keeps_one_group(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_layout([SHAPE] * 2, [32, None], config(), None).groups == (WINDOW, FULL)
     with caplog.at_level(logging.INFO):
-        assert choose_layout([SHAPE] * 2, [32, None], config(), True) == KVLayout.plain([SHAPE] * 2)
+        assert choose_layout([SHAPE] * 2, [32, None], config(), True) == KVLayout.without_groups([SHAPE] * 2)
     assert "the whole context: disable_hybrid_kv_cache_manager is True" in caplog.text
     with pytest.raises(ConfigError, match="disable_hybrid_kv_cache_manager is 'yes'; give True, False or None"):
         choose_layout([SHAPE] * 2, [32, None], config(), "yes")  # type: ignore[arg-type]

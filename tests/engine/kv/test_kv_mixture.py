@@ -122,7 +122,7 @@ def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int
 
 
 @pytest.mark.parametrize("seed", seeds(4, 60))
-def test_random_engines_with_host_memory_and_store_change_no_tokens(
+def test_host_memory_and_kv_store_do_not_change_output_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, expected: list[list[int]], seed: int
 ) -> None:
     """Two engines one after the other, with one directory."""

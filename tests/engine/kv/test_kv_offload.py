@@ -73,7 +73,7 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
     assert tier.num_found([key_of(0), key_of(1), key_of(2)]) == 1, "only leading consecutive blocks count"
 
 
-def test_a_prefix_outlives_its_continuations() -> None:
+def test_a_prefix_is_evicted_after_its_continuations() -> None:
     _, tier = make_tier(3)
     chain = [key_of(value) for value in range(3)]
     tier.plan([(2, chain[2]), (1, chain[1]), (0, chain[0])], []).run()  # in the order of the pool's evictions
@@ -108,7 +108,7 @@ def test_a_step_may_load_blocks_that_it_saves() -> None:
     assert report is not None and report.num_blocks == 1 and report.seconds > 0
 
 
-def test_more_saves_than_slots_keep_the_last_ones() -> None:
+def test_if_saves_exceed_slots_the_last_saves_are_kept() -> None:
     pool, tier = make_tier(2)
     for value in range(5):
         put(pool, value, value)
@@ -118,7 +118,7 @@ def test_more_saves_than_slots_keep_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_copy_plans_equal_a_dictionary(seed: int) -> None:
+def test_random_copy_plans_restore_the_same_kv_as_a_dictionary(seed: int) -> None:
     """Several steps are planned before they run, some are voided, and the tier is cleared now and then."""
     choose = random.Random(seed)
     pool, tier = make_tier(choose.randint(1, 6))
@@ -223,7 +223,7 @@ def test_long_outputs_that_swap_recompute_little(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(("family", "num_groups"), [("gemma2", 2), ("deepseek-v3", 1)])
-def test_layers_of_every_shape_come_back_as_they_were(family: str, num_groups: int) -> None:
+def test_kv_of_layers_of_every_shape_is_restored_unchanged(family: str, num_groups: int) -> None:
     """A sliding window, and keys and values of different widths, in bfloat16. A block is for one group of layers."""
     loaded = wrap_model(build(FAMILIES[family](), seed=1))
     expected = run_rounds(make(loaded, kv_cache_dtype="bfloat16"), 2)
@@ -235,7 +235,7 @@ def test_layers_of_every_shape_come_back_as_they_were(family: str, num_groups: i
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_failed_steps_leave_no_wrong_blocks(
+def test_failed_steps_leave_no_wrong_blocks_in_host_memory(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps fail before and after their copies, and with planned copies: saves that were not made are not found."""

@@ -160,15 +160,15 @@ def test_the_directory_stays_below_its_limit_with_the_newest_files(tmp_path: Pat
     size = open_store(tmp_path / "size", loaded).folder.write(KEYS[0], block_of(open_store(tmp_path, loaded), 0))
     store = open_store(tmp_path / "store", loaded, max_bytes=5 * size)
     for number, key in enumerate(KEYS[:5]):
-        store.wrote(store.folder.write(key, block_of(store, number)))
+        store.count_written(store.folder.write(key, block_of(store, number)))
         os.utime(store.folder.path_of(key), (1000 + number, 1000 + number))
     assert store.folder.num_found(KEYS[:5]) == 5
-    store.folder.touch([KEYS[0]])
-    store.wrote(store.folder.write(KEYS[5], block_of(store, 5)))
+    store.folder.mark_used([KEYS[0]])
+    store.count_written(store.folder.write(KEYS[5], block_of(store, 5)))
     fresh = open_store(tmp_path / "store", loaded).folder
     assert [fresh.has(key) for key in KEYS[:6]] == [True, False, False, True, True, True]
     prefix_first = sorted(KEYS[3:6], key=lambda key: fresh.path_of(key).stat().st_mtime_ns)
-    fresh.touch(KEYS[3:6])
+    fresh.mark_used(KEYS[3:6])
     assert sorted(KEYS[3:6], key=lambda key: -fresh.path_of(key).stat().st_mtime_ns) == KEYS[3:6] == prefix_first
 
 
@@ -185,14 +185,14 @@ def test_foreign_files_in_the_directory_are_never_removed(tmp_path: Path, loaded
     unfinished.write_bytes(b"just now")
     long_ago = time.time() - 2 * ABANDONED_AFTER
     os.utime(left_behind, (long_ago, long_ago))
-    store.wrote(store.folder.write(KEYS[0], block_of(store, 0)))
+    store.count_written(store.folder.write(KEYS[0], block_of(store, 0)))
     assert all(path.exists() for path in mine) and unfinished.exists()
     assert not left_behind.exists() and not store.folder.path_of(KEYS[0]).exists()
 
 
 def test_an_unusable_directory_is_refused(tmp_path: Path, loaded: LoadedModel) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="which is not a usable directory"):
+    with pytest.raises(ConfigError, match="which cannot be used as a directory"):
         make(loaded, kv_store=tmp_path / "file" / "store")
 
 
@@ -307,7 +307,7 @@ def test_a_conversation_reuses_the_kv_of_generated_tokens(tmp_path: Path, loaded
     assert engine.counters.num_loaded_blocks == (length + PARAMS.max_tokens - 1) // 4
 
 
-def test_a_load_parks_its_request_and_explain_says_so(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_a_request_waits_for_its_kv_load_and_explain_reports_it(tmp_path: Path, loaded: LoadedModel) -> None:
     run_and_store(loaded, tmp_path)
     engine = make(loaded, kv_store=tmp_path)
     release = hold_reads(engine)
@@ -431,7 +431,7 @@ def test_an_abort_during_a_load_frees_no_block_being_written(tmp_path: Path, loa
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_loads_of_failed_steps_are_repeated(
+def test_kv_loads_of_failed_steps_are_repeated(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every load is reported once, whether its step had begun it or not."""

@@ -109,7 +109,7 @@ def test_engine_errors_have_a_status() -> None:
         (NOTHING_LEFT, 400),
         ("the grammar took 0.31 s of processor time for 9 tokens; simplify it", 400),
         (f"{TOO_MANY_GRAMMARS} wait to be compiled", 503),
-        (f"{NO_COMPILER}their compiler has ended", 503),
+        (f"{NO_COMPILER}the process that compiles them has ended", 503),
         ("", 500),
     ],
 )
