@@ -233,7 +233,10 @@ def warm_tokenizer(tokenizer: Any, template: str | None) -> None:
         text = render_chat(tokenizer, EXAMPLE_CHAT, {**options, "add_generation_prompt": True})
         tokenizer.decode(encode(tokenizer, text))
     except Exception as error:
-        logger.info("the tokenizer could not be tried at the start: %s", first_line(error))
+        logger.info(
+            "a test conversation failed; requests that use the tokenizer or the chat template may fail too: %s",
+            first_line(error),
+        )
 
 
 def url_of(sock: socket.socket, host: str) -> str:
@@ -343,7 +346,10 @@ class _Serving:
         server.config.encoded_headers.append((b"connection", b"close"))
         if self._config.drain_delay and not client.dead.is_set():
             app.state.gate.leave()
-            logger.info("not ready; new requests are accepted for another %g s", self._config.drain_delay)
+            logger.info(
+                "the server will shut down: /ready reports 503, but new requests are accepted for another %g s",
+                self._config.drain_delay,
+            )
             await self._first_of(self._force.wait(), client.dead.wait(), timeout=self._config.drain_delay)
         app.state.gate.close()
         left = SECONDS_TO_REPORT

@@ -81,7 +81,7 @@ BODIES = Stage(
     bounded_by="tenant",
     status=429,
     reason="queue_bytes",
-    held="bytes of bodies{whose} are held",
+    held="bytes of request bodies{whose} are in memory",
 )
 TEXTS = Stage(
     name="texts",
@@ -114,7 +114,7 @@ PROMPT_TOKENS = Stage(
     bounded_by="tenant",
     status=429,
     reason="queue_tokens",
-    held="prompt tokens{whose} wait",
+    held="prompt tokens{whose} wait for their prefill",
 )
 GRAMMARS = Stage(
     name="grammars",
@@ -230,8 +230,8 @@ class StageLimit:
             held, maximum, whose = error.held, error.max_held, " of this tenant"
         return ApiError(
             stage.status,
-            f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this would be {amount} more, and at "
-            f"most {maximum} may be; try again in {retry_after} s",
+            f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this request would add {amount}, and "
+            f"the limit is {maximum}; try again in {retry_after} s",
             headers={"retry-after": str(retry_after)},
             reason=stage.reason,
         )

@@ -76,9 +76,11 @@ def test_bodies_are_shared_by_tenants_known_before_the_body() -> None:
 def test_refusal_names_the_exhausted_limit_of_tenant_or_server() -> None:
     limit = StageLimits(ServerConfig(max_waiting_requests=99, **KEYS), 1).requests  # type: ignore[arg-type]
     limit.take("alice", 70)
-    with pytest.raises(ApiError, match=r"70 requests of this tenant are open, this would be 10 more, and at most 60"):
+    with pytest.raises(
+        ApiError, match=r"70 requests of this tenant are open, this request would add 10, and the limit is 60"
+    ):
         limit.take("alice", 10)
-    with pytest.raises(ApiError, match=r"70 requests are open, this would be 40 more, and at most 100"):
+    with pytest.raises(ApiError, match=r"70 requests are open, this request would add 40, and the limit is 100"):
         limit.take("bob", 40)
     limit.take("bob", 30)
     with limit.held("carol", 0):

@@ -234,8 +234,8 @@ class OperatorRules:
         elif self._clients_have_keys:
             raise ApiError(
                 403,
-                "this is for operators, and a client's key is not enough; start the server with --operator-key, and "
-                "send that key",
+                "only operators may call this path, and the key is a client's; start the server with --operator-key, "
+                "and send that key",
             )
         else:
             refuse_other_machines(request)
@@ -256,7 +256,7 @@ class OperatorRules:
             return
         if request.scope.get(OWNER) is not None:
             raise ApiError(
-                403, "this is for operators, and a client's key is not enough; send a key given as --operator-key"
+                403, "only operators may call this path, and the key is a client's; send a key given as --operator-key"
             )
         raise missing_key("a valid operator key (--operator-key) is missing", "OPERATOR-KEY")
 
@@ -272,12 +272,14 @@ def refuse_foreign_pages(headers: Headers) -> None:
     """
     for site in headers.getlist("sec-fetch-site"):
         if site not in ("same-origin", "none"):
-            raise ApiError(403, f"Sec-Fetch-Site is {shown(site)}, and pages of other sites may not do this; use curl")
+            raise ApiError(
+                403, f"Sec-Fetch-Site is {shown(site)}, and pages of other sites may not call this path; use curl"
+            )
     host = headers.get("host", "").lower()
     for origin in headers.getlist("origin"):
         scheme, _, place = origin.partition("://")
         if scheme not in ("http", "https") or place.lower() != host:
-            raise ApiError(403, f"Origin is {shown(origin)}, and pages of other sites may not do this; use curl")
+            raise ApiError(403, f"Origin is {shown(origin)}, and pages of other sites may not call this path; use curl")
 
 
 def refuse_other_machines(request: Request) -> None:
@@ -289,16 +291,18 @@ def refuse_other_machines(request: Request) -> None:
     Raises:
         ApiError: 403.
     """
-    only = "without an operator key only programs on this machine may do this; start the server with --operator-key"
+    only = (
+        "without an operator key only programs on this machine may call this path; start the server with --operator-key"
+    )
     for name in request.headers:
         if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
-            raise ApiError(403, f"the header {shown(name)} shows that a proxy has passed this on, and {only}")
+            raise ApiError(403, f"the header {shown(name)} shows that a proxy forwarded the request, and {only}")
     if not request.headers.get("user-agent"):
         raise ApiError(403, f"User-Agent is missing, as in requests through some routers; send one, as {only}")
     peer = request.client.host if request.client is not None else "unknown"
     address = _address_or_none(peer)
     if address is None or not ip_address(address).is_loopback:
-        raise ApiError(403, f"this comes from the address {shown(peer)}, and {only}")
+        raise ApiError(403, f"the request comes from the address {shown(peer)}, and {only}")
 
 
 def _bound_name(host: str) -> str | None:

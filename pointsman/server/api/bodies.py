@@ -253,7 +253,7 @@ def check_prompt_lengths(body: Any, limit: int | None) -> None:
         if longest > limit:
             raise ApiError(
                 400,
-                f"{name}: a prompt of {longest} token ids, and max_model_len is {limit}; shorten it",
+                f"{name}: a prompt has {longest} token ids, and max_model_len is {limit}; shorten the prompt",
                 param=name,
             )
 

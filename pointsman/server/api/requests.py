@@ -65,7 +65,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         found = names.find(request_id, viewer)
         if len(found) > 1:
             raise ApiError(
-                400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
+                400, f"{len(found)} requests have the id {shown(request_id)}; GET /v1/requests?id=... lists them"
             )
         unknown = not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
         if not found and viewer is not None:  # the engine's explanation would include other clients' requests

@@ -61,8 +61,8 @@ class Backlog:
         if size is not None and num_requests > size:
             raise ApiError(
                 400,
-                f"the request asks for {num_requests} completions (prompts times n), and this server takes {size} "
-                "at once; send fewer in one request",
+                f"the request asks for {num_requests} completions (prompts times n), and this server accepts {size} "
+                "at a time; send fewer in one request",
             )
         self.requests.take(tenant, num_requests, retry_after=lambda: self.retry_after(tenant))
         return Ticket(self, tenant, num_requests)

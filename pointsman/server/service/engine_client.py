@@ -412,7 +412,7 @@ class EngineClient:
                 return code
             if kills:
                 self._process.kill()
-        logger.error("%s was killed but does not end; its memory is not free", self._shown_name)
+        logger.error("%s was killed, but its process still runs and keeps its memory", self._shown_name)
         return None
 
     # ------------------------------------------------------------------ the connection
@@ -474,7 +474,7 @@ class EngineClient:
         was_excused, self._is_excused = self._is_excused, self.is_here and is_traced(self.info.pid)
         if self._is_excused and not was_excused:
             logger.warning(
-                "%s has given no sign of life for %s; a debugger is attached to it, so it is left alone",
+                "%s has given no sign of life for %s; a debugger is attached to it, so it is not killed",
                 self._shown_name,
                 self._silence_text(),
             )

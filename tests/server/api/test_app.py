@@ -156,7 +156,7 @@ def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
 def test_invalid_request_headers_get_400(http: httpx.Client) -> None:
     for headers in ({"X-Request-Deadline": "soon"}, {"X-Request-Deadline": "0"}, {"X-Request-Deadline": "nan"}):
         error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=headers), 400)
-    for target, words in (("0", "greater than 0"), ("soon", "valid number"), ("2", "order fcfs, which reads none")):
+    for target, words in (("0", "greater than 0"), ("soon", "valid number"), ("2", "order fcfs, which ignores")):
         for path, body in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
             response = http.post(f"/v1/{path}", json=body, headers={"X-Request-TTFT-Target": target})
             assert words in error_of(response, 400)["message"]

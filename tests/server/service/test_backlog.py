@@ -118,7 +118,7 @@ def test_refusal_names_the_additional_amount() -> None:
     backlog = backlog_of(10)
     with backlog.enter("", 8), pytest.raises(ApiError) as caught:
         backlog.enter("", 3)
-    assert "8 requests are open, this would be 3 more, and at most 10 may be" in caught.value.detail
+    assert "8 requests are open, this request would add 3, and the limit is 10" in caught.value.detail
 
 
 # ------------------------------------------------------------------------------------------------- tenants

@@ -105,7 +105,7 @@ def test_without_a_tokenizer_only_ids_are_prompts() -> None:
 
 
 def test_an_empty_prompt_among_others_is_refused() -> None:
-    with pytest.raises(ApiError, match="one of them is empty"):
+    with pytest.raises(ApiError, match="a prompt is empty"):
         asyncio.run(reader_of(None).read(TextPrompts("prompt", [[1], []])))
 
 

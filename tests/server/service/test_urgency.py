@@ -116,7 +116,7 @@ BY_RETENTION = engine_info(scheduler=scheduler(eviction="retention:share=0.3"))
 @pytest.mark.parametrize(
     ("retention", "info", "words"),
     [
-        (5.0, engine_info(), "retention is 5 s, .* eviction policy lru, which reads none; .* eviction retention"),
+        (5.0, engine_info(), "retention is 5 s, .* eviction policy lru, which ignores it; .* eviction retention"),
         (0.0, engine_info(scheduler=scheduler(eviction="reuse")), "retention is 0 s, .* eviction policy reuse"),
         (60.5, BY_RETENTION, "retention is 60.5 s; this server takes 60 s at most: lower it"),
     ],

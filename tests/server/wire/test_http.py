@@ -290,7 +290,7 @@ def test_idle_connections_do_not_block_clients(narrow: ServerProcess, begun: byt
         still = [place for place, sock in enumerate(idle) if is_open(sock)]
         assert MAX_CONNECTIONS - 4 <= len(still) <= MAX_CONNECTIONS
         assert still == list(range(len(idle)))[-len(still) :], "the oldest are closed first"
-    assert narrow.log().count("waiting ones are closed") == 1
+    assert narrow.log().count("closes one that waits for its client") == 1
 
 
 def test_reserve_serves_operators_and_health_checks(narrow: ServerProcess) -> None:
