@@ -55,7 +55,7 @@ def until_all_live(http: httpx.Client) -> None:
     wait_until(lambda: set(samples(http, "pointsman:engine_up").values()) == {1.0}, 60, "all engines live")
 
 
-def test_both_engines_give_equal_output_and_are_distinguishable(http: httpx.Client) -> None:
+def test_requests_are_routed_by_prefix_and_metrics_are_per_engine(http: httpx.Client) -> None:
     """Requests are distributed, equal prefixes stay together, and every question goes to both engines."""
     prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
     before = samples(http, "pointsman:steps_total")
@@ -108,7 +108,7 @@ def test_operator_commands_reach_both_engines(http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs").json()["max_num_active_seqs"] > 1
 
 
-def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> None:
+def test_live_film_shows_the_requested_engine(http: httpx.Client) -> None:
     for engine in (0, 1):
         with http.stream("GET", "/live/film", params={"engine": engine}) as film:
             assert (film.status_code, film.headers["x-engines"]) == (200, "2")
@@ -163,7 +163,7 @@ def test_restarted_engine_keeps_operator_settings(two: ServerProcess, http: http
 
 
 @pytest.mark.long
-def test_no_request_is_lost_or_changed_by_a_death(two: ServerProcess, http: httpx.Client) -> None:
+def test_engine_death_loses_no_request_and_changes_no_output(two: ServerProcess, http: httpx.Client) -> None:
     """Streams, whole answers, chats and several samples, each cut once or twice; the names are the clients'."""
     bodies = [
         ("/v1/completions", {**FIELDS, "max_tokens": 200, "temperature": 1, "seed": 3, "logprobs": 2, "n": 2}),
@@ -296,7 +296,7 @@ def test_missing_resources_are_reported_before_any_start(arguments: tuple[str, .
     assert re.search(message, str(caught.value), re.MULTILINE), str(caught.value)
 
 
-def test_used_kv_events_port_is_reported() -> None:
+def test_server_reports_a_kv_events_port_in_use() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -306,7 +306,7 @@ def test_used_kv_events_port_is_reported() -> None:
             start_server("--model", "demo", "--data-parallel-size", "2", "--kv-events-config", events, timeout=20)
 
 
-def test_ports_that_engines_could_not_have_are_refused() -> None:
+def test_kv_events_ports_that_engines_cannot_bind_are_refused() -> None:
     """Also the ports of later engines, which count up from the given one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -357,7 +357,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-def test_used_ports_are_reported_before_any_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_events_port_in_use_is_reported_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
 

@@ -30,7 +30,7 @@ def test_stage_table_in_the_docs_matches_the_code() -> None:
     assert rows == [row(stage) for stage in STAGES]
 
 
-def test_each_refusal_has_a_reason_of_its_own() -> None:
+def test_each_stage_refuses_with_its_own_reason() -> None:
     reasons = [stage.reason for stage in STAGES if stage.reason is not None]
     assert len(set(reasons)) == len(reasons) and set(reasons) <= set(REFUSALS)
 
@@ -54,7 +54,7 @@ def test_stage_limits_have_the_sizes_of_the_configuration() -> None:
         ({"tenant_from": "header:X-Tenant"}, True),
     ],
 )
-def test_tenant_may_hold_all_only_if_it_is_the_only_one(config: dict[str, object], expected: bool) -> None:
+def test_only_a_single_tenant_may_use_a_whole_limit(config: dict[str, object], expected: bool) -> None:
     assert has_tenants(ServerConfig(**config)) is expected  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ def refused(backlog: Backlog, num_requests: int = 1) -> ApiError:
     return caught.value
 
 
-def test_open_requests_are_limited_and_freed_at_the_end() -> None:
+def test_open_requests_are_limited_until_they_finish() -> None:
     backlog = backlog_of(3)
     with backlog.enter("", 2):
         with backlog.enter("", 1):
@@ -36,12 +36,12 @@ def test_open_requests_are_limited_and_freed_at_the_end() -> None:
     assert backlog.requests.total == 0
 
 
-def test_request_beyond_the_limit_alone_gets_400() -> None:
+def test_request_larger_than_the_whole_limit_gets_400() -> None:
     error = refused(backlog_of(3), 4)
     assert error.status_code == 400 and "3" in error.detail
 
 
-def test_exception_in_the_context_frees_the_request() -> None:
+def test_exception_removes_the_request_from_the_backlog() -> None:
     backlog = backlog_of(1, 10)
     for _ in range(2):
         with pytest.raises(RuntimeError), backlog.enter("", 1) as ticket:
@@ -50,7 +50,7 @@ def test_exception_in_the_context_frees_the_request() -> None:
     assert (backlog.requests.total, backlog.num_waiting, backlog.prompt_tokens.total) == (0, 0, 0)
 
 
-def test_prompt_tokens_wait_until_the_first_token() -> None:
+def test_prompt_tokens_are_counted_until_the_first_token() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 1) as first, backlog.enter("", 1) as second:
         first.add_prompts([60])
@@ -63,7 +63,7 @@ def test_prompt_tokens_wait_until_the_first_token() -> None:
         assert backlog.prompt_tokens.total == 41
 
 
-def test_single_request_is_always_accepted() -> None:
+def test_prompt_of_any_length_is_accepted_if_no_other_waits() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 3) as ticket, backlog.enter("", 1) as other:
         ticket.add_prompts([500] * 3)
@@ -89,7 +89,7 @@ def fill(backlog: Backlog, number: int) -> list[Ticket]:
     return tickets
 
 
-def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
+def test_retry_after_is_estimated_from_the_rate_of_first_tokens() -> None:
     clock = Clock()
     backlog = Backlog(stage_limit(REQUESTS, 1000), stage_limit(PROMPT_TOKENS, None), clock)
     tickets = fill(backlog, 110)
@@ -114,7 +114,7 @@ def test_retry_after_has_a_minimum_and_a_maximum() -> None:
     assert backlog.retry_after("") == MAX_WAIT
 
 
-def test_refusal_names_the_additional_amount() -> None:
+def test_refusal_states_the_open_requests_and_the_additional_ones() -> None:
     backlog = backlog_of(10)
     with backlog.enter("", 8), pytest.raises(ApiError) as caught:
         backlog.enter("", 3)
@@ -157,7 +157,7 @@ def test_retry_after_depends_on_the_tenants_own_backlog() -> None:
     assert backlog.retry_after("b") == 1 and backlog.retry_after("") >= 40
 
 
-def test_capped_prompt_tokens_are_released_as_taken() -> None:
+def test_prompt_longer_than_the_limit_releases_only_counted_tokens() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 1) as ticket:
         ticket.add_prompts([500, 30, 40])

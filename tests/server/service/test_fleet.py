@@ -172,7 +172,7 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
 
 
 @pytest.mark.long
-def test_bfloat16_stream_is_resumed_validly() -> None:
+def test_resumed_bfloat16_stream_continues_with_most_likely_tokens() -> None:
     """Received tokens are kept. Each later token is the most likely one for an engine that computes all tokens in
     one step, except for rounding, as in an undisturbed stream."""
     params = SamplingParams(temperature=0, **LONG)

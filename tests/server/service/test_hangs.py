@@ -143,7 +143,7 @@ def test_hung_engine_is_restarted_and_its_requests_resumed(caplog: pytest.LogCap
     assert len(critical) == 1 and "engine 1 (process" in critical[0] and "--engine-timeout" in critical[0]
 
 
-def test_the_router_avoids_an_engine_without_signs_well_before_the_limit() -> None:
+def test_router_avoids_a_silent_engine_long_before_the_timeout() -> None:
     async def test(fleet: EngineFleet) -> None:
         await texts_of(await streams_in_both(fleet))
         stop(fleet.engines[0])
@@ -285,7 +285,7 @@ class Unkillable:
         self.num_kills += 1
 
 
-def test_requests_do_not_wait_for_the_end_of_a_process(
+def test_requests_are_resumed_before_the_hung_process_exits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_client, "SECONDS_TO_DIE", 1.5)
@@ -309,7 +309,7 @@ def test_requests_do_not_wait_for_the_end_of_a_process(
     assert "was killed but does not end" in caplog.text
 
 
-def test_shutdown_ends_even_if_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_completes_even_if_a_process_does_not_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "SECONDS_TO_DIE", 0.5)
 
     async def run() -> None:
@@ -325,7 +325,7 @@ def test_shutdown_ends_even_if_a_process_does_not(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
-def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_to_a_stalled_engine_fail_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.service.heartbeat.STALLED_AFTER", 1.0)
 
     async def test(fleet: EngineFleet) -> None:
@@ -354,7 +354,7 @@ def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.Mo
     with_fleet(test, timeout=30.0)
 
 
-def test_a_process_that_is_killed_while_it_is_silent_dies_once() -> None:
+def test_killed_silent_engine_is_restarted_only_once() -> None:
     async def test(fleet: EngineFleet) -> None:
         streams = await streams_in_both(fleet)
         reading = asyncio.ensure_future(texts_of(streams))
@@ -430,9 +430,7 @@ def test_engine_hung_while_joining_is_restarted() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_in_a_debugger_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engine_in_a_debugger_is_not_killed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(engine_client, "is_traced", lambda pid: True)
 
     async def test(fleet: EngineFleet) -> None:
@@ -450,7 +448,7 @@ def test_an_engine_in_a_debugger_is_left_alone(
     assert caplog.text.count("a debugger is attached to it") == 1
 
 
-def test_a_debugger_is_seen() -> None:
+def test_attached_debugger_is_detected() -> None:
     assert not is_traced(os.getpid()) and not is_traced(2**30)
     if sys.platform != "linux":
         return

@@ -59,7 +59,7 @@ def test_idle_engine_is_never_late() -> None:
         engine.answer()
 
 
-def test_any_sign_of_life_ends_a_silence() -> None:
+def test_any_sign_of_life_resets_the_silence() -> None:
     engine = Watched(5.0)
     engine.tick(5)
     assert engine.state == "slow"
@@ -107,7 +107,7 @@ def test_an_announced_silence_is_allowed_until_the_next_sign() -> None:
     assert engine.heartbeat.is_late
 
 
-def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+def test_time_while_the_api_process_is_stopped_is_not_silence() -> None:
     engine = Watched(2.0)
     engine.tick()
     engine.now += 3600.0
@@ -124,7 +124,7 @@ def test_with_a_timeout_of_0_no_engine_is_late() -> None:
     assert engine.state == "stalled"
 
 
-def test_an_engine_that_ends_answers_without_a_reading() -> None:
+def test_answer_of_an_ending_engine_has_no_step_times() -> None:
     engine = Watched()
     engine.tick()
     engine.heartbeat.note_answer(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pointsman.server.service.names import HIDDEN, RequestNames
 
 
-def test_requests_may_have_equal_names() -> None:
+def test_two_requests_may_have_the_same_client_visible_id() -> None:
     names = RequestNames()
     twins = [names.add("cmpl-a", "cmpl-a") for _ in range(50)]
     assert len(set(twins)) == 50 and names.find("cmpl-a") == twins
@@ -30,7 +30,7 @@ def test_finished_requests_are_forgotten() -> None:
     assert names.shown(one) == one
 
 
-def test_a_client_finds_its_own_requests_and_an_operator_all() -> None:
+def test_client_finds_only_its_own_requests_and_operator_finds_all() -> None:
     names = RequestNames()
     of_a, of_b, of_operator = names.add("x", "x", 0), names.add("x", "x", 1), names.add("x", "x")
     assert names.find("x") == [of_a, of_b, of_operator]

@@ -290,7 +290,9 @@ async def answer_to(data: bytes, port: int) -> bytes:
         writer.close()
 
 
-def test_unpickling_needs_a_token_that_is_valid_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_unpickled_only_after_a_token_that_is_valid_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evil = pickle.dumps(Evil(tmp_path / "made"))
     pickle.loads(pickle.dumps(Evil(tmp_path / "sanity")))
     assert (tmp_path / "sanity").exists()

@@ -112,7 +112,7 @@ def test_invalid_http_is_logged_rarely(server: ServerProcess) -> None:
     assert server.log().count("Invalid HTTP") - before <= 3
 
 
-def test_repeated_warning_has_the_number_dropped() -> None:
+def test_repeated_warning_states_how_many_were_dropped() -> None:
     now = [0.0]
     seldom = SeldomFilter(10.0, lambda: now[0])
     logged = []
