@@ -40,7 +40,7 @@ class EngineShare:
     name: str = ""
     """Prefix of the engine's log lines."""
 
-    def record_after(self, num_restarts: int) -> str | None:
+    def recording_path(self, num_restarts: int) -> str | None:
         """The file of the engine's recording after `num_restarts` restarts; each start has a file of its own."""
         return self.record if self.record is None or not num_restarts else f"{self.record}.restart-{num_restarts}"
 
@@ -218,7 +218,7 @@ def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
             elif port in used_by:
                 why = f"it is also the port of {used_by[port]}"
             else:
-                why = why_taken(found[1].removeprefix("tcp://").rstrip(":").strip("[]"), port)
+                why = bind_error(found[1].removeprefix("tcp://").rstrip(":").strip("[]"), port)
             if why is not None:
                 raise ValueError(
                     f"kv_events_config: port {port} of {used} cannot be used: {why}; choose addresses "
@@ -231,7 +231,7 @@ def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
             used_by[port] = used
 
 
-def why_taken(host: str, port: int) -> str | None:
+def bind_error(host: str, port: int) -> str | None:
     """Why a socket cannot be bound to this address; None: it can be bound, or this was not checked because only ZeroMQ
     can resolve the host."""
     host = "" if host == "*" else host

@@ -307,7 +307,7 @@ def test_server_reports_a_kv_events_port_in_use() -> None:
 
 
 def test_kv_events_ports_that_engines_cannot_bind_are_refused() -> None:
-    """Also the ports of later engines, which count up from the given one."""
+    """Each engine's port is the given port plus the engine's number."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         local = f"tcp://127.0.0.1:{port}"
@@ -340,7 +340,7 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
         {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x", "data_parallel_rank": 0},
         {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1", "data_parallel_rank": 1},
     ]
-    assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
+    assert (first.record, second.record, second.recording_path(2)) == ("f", "f.1", "f.1.restart-2")
     alone = share_out(options, 1, "f")[0]
     assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")
     # If processor time is limited, no engine may take all of it.

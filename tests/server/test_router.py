@@ -208,7 +208,7 @@ def test_publishing_where_no_router_listens_is_logged() -> None:
 
 
 def scripts() -> list[list[str]]:
-    """Of each block of shell commands in docs/scaling.md that has a router: the commands, without comments."""
+    """The commands of each shell block in docs/scaling.md that starts a router, without comments."""
     blocks = re.findall(r"```sh\n(.*?)```", SCALING.read_text(), re.DOTALL)
     lines = [block.replace("\\\n", " ").splitlines() for block in blocks if "--worker-urls" in block]
     return [[line for line in block if line and not line.startswith("#")] for block in lines]
@@ -251,7 +251,7 @@ def test_documented_router_commands_run(script: list[str], tmp_path: Path, monke
 
 
 def test_router_error_names_a_server_that_does_not_respond() -> None:
-    """The seconds that a start may take."""
+    """The router stops waiting for its servers after the seconds of `--worker-startup-timeout-secs`."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterFailed) as caught:
         start_router([url], "--worker-startup-timeout-secs", "3", timeout=30)

@@ -113,7 +113,7 @@ def check_warm(server: ServerProcess, clock: Callable[[ServerProcess], float]) -
 
 
 def processor_time(server: ServerProcess) -> float:
-    """Seconds of all processes of a server. On an idle machine a request takes as long; a busy one adds nothing."""
+    """Processor time of all processes of a server, in seconds. Unlike wall time, it does not depend on other load."""
     pids = [server.pid, server.engine_pid]
     for task in Path(f"/proc/{server.engine_pid}/task").iterdir():
         pids += map(int, (task / "children").read_text().split())  # the process that compiles grammars

@@ -83,7 +83,7 @@ def test_refusal_names_the_exhausted_limit_of_tenant_or_server() -> None:
     with pytest.raises(ApiError, match=r"70 requests are open, this request would add 40, and the limit is 100"):
         limit.take("bob", 40)
     limit.take("bob", 30)
-    with limit.held("carol", 0):
+    with limit.hold("carol", 0):
         assert limit.total == 100
     assert limit.by_tenant == {"alice": 70, "bob": 30}
 
@@ -92,4 +92,4 @@ def test_stage_without_a_limit_refuses_no_request() -> None:
     limit = StageLimits(ServerConfig(**KEYS), 1).prompt_tokens  # type: ignore[arg-type]
     for _ in range(10):
         limit.take("alice", 10**9)
-    assert limit.size is None and limit.of("alice") == 10**10
+    assert limit.size is None and limit.held_by("alice") == 10**10

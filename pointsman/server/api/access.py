@@ -85,7 +85,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             found = find_key(scope, self._keys)
             if found is None:
-                await self._answer(missing_key("a valid API key is missing", "KEY"))(scope, receive, send)
+                await self._answer(missing_key_error("a valid API key is missing", "KEY"))(scope, receive, send)
                 return
             if found < self._num_clients:
                 scope[OWNER] = found
@@ -102,11 +102,11 @@ def find_key(scope: Scope, keys: list[bytes]) -> int | None:
     return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
-def missing_key(what: str, placeholder: str) -> ApiError:
+def missing_key_error(message: str, placeholder: str) -> ApiError:
     """The error 401 for a request without a valid key."""
     return ApiError(
         401,
-        f'{what}; send the header "Authorization: Bearer {placeholder}"',
+        f'{message}; send the header "Authorization: Bearer {placeholder}"',
         headers={"www-authenticate": "Bearer"},
     )
 
@@ -126,7 +126,7 @@ class ServerNames:
         if (name := _bound_name(config.host)) is not None:
             self._names.add(name)
 
-    def refuse_others(self, request: Request, *, any_address: bool = False) -> None:
+    def refuse_unknown_names(self, request: Request, *, any_address: bool = False) -> None:
         """Refuse a request that calls the server by an unknown name.
 
         Args:
@@ -169,7 +169,7 @@ class PageMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and _is_of_browser(scope):
             try:
-                self._names.refuse_others(Request(scope), any_address=True)
+                self._names.refuse_unknown_names(Request(scope), any_address=True)
             except ApiError as error:
                 await self._answer(error)(scope, receive, send)
                 return
@@ -228,7 +228,7 @@ class OperatorRules:
             ApiError: 403, the caller is no operator; 401, no valid key is sent.
         """
         refuse_foreign_pages(request.headers)
-        self.names.refuse_others(request)
+        self.names.refuse_unknown_names(request)
         if self._keys:
             self._refuse_other_keys(request)
         elif self._clients_have_keys:
@@ -258,7 +258,7 @@ class OperatorRules:
             raise ApiError(
                 403, "only operators may call this path, and the key is a client's; send a key given as --operator-key"
             )
-        raise missing_key("a valid operator key (--operator-key) is missing", "OPERATOR-KEY")
+        raise missing_key_error("a valid operator key (--operator-key) is missing", "OPERATOR-KEY")
 
 
 def refuse_foreign_pages(headers: Headers) -> None:

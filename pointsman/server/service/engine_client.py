@@ -353,7 +353,7 @@ class EngineClient:
         return f"{name} (process {self.info.pid})" if self.info else name
 
     def _silence_text(self) -> str:
-        silence = self.heartbeat.silence
+        silence = self.heartbeat.seconds_of_silence
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() - silence))
         return f"{silence:.0f} s, since {since}"
 
@@ -434,7 +434,7 @@ class EngineClient:
                     else:
                         question.set_exception(error)
             case Beat(patience):
-                self.heartbeat.hear(patience)
+                self.heartbeat.note_sign_of_life(patience)
             case EngineInfo():
                 self.info = message
                 self._ready.set()
@@ -465,7 +465,7 @@ class EngineClient:
             self._end_hung()
             return
         asyncio.get_running_loop().call_later(INTERVAL, self._check_heartbeat)
-        if self.heartbeat.ask():
+        if self.heartbeat.start_question():
             self._pulse_key = next(self._keys)
             self._send(Ask(self._pulse_key, TakePulse()))
 

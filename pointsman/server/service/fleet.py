@@ -207,7 +207,7 @@ class EngineFleet:
             self.engines[index].send(group)
 
     def _route(self, streams: Sequence[ClientStream]) -> dict[int, Sequence[ClientStream]]:
-        """The streams by the number of the engine that the router chooses, in order."""
+        """The streams that the router sends to each engine, by the engine's number, in the given order."""
         if self._router is None:
             return {0: streams}
         loads = self._loads()

@@ -143,7 +143,7 @@ class EngineListener:
         start = replace(
             self._template,
             options={**self._template.options, **arrival.options},
-            record=numbered(self._template.record, index, num_restarts),
+            record=recording_path(self._template.record, index, num_restarts),
             must_record=not num_restarts,
             name=f"engine {index}",
             clock_offset=arrival.clock_offset,
@@ -209,7 +209,7 @@ class EngineListener:
                 options = pickle.loads(await _receive(sock, size))
             hosting = self._invited.pop(token, None)
             if hosting is not None and (arriving := self._next_waited_for()) is not None:
-                keep_watch(sock)
+                enable_keep_alive(sock)
                 arriving.set_result(_Arrival(sock, offset, options, hosting))
                 taken = True
         except (OSError, TimeoutError, EOFError) as error:
@@ -295,7 +295,7 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
         ) from None
     with connected as sock:
         sock.settimeout(None)
-        keep_watch(sock)
+        enable_keep_alive(sock)
         body = pickle.dumps(options)
         sock.sendall(_HELLO.pack(invitation.token, time.monotonic(), len(body)) + body)
         process = start_process(sock, cores)
@@ -306,7 +306,7 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
             process.kill()
 
 
-def keep_watch(sock: socket.socket) -> None:
+def enable_keep_alive(sock: socket.socket) -> None:
     """Set a socket to send written bytes without delay, and to notice a lost peer within `SECONDS_OF_SILENCE`."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -320,7 +320,7 @@ def keep_watch(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def numbered(record: str | None, index: int, num_restarts: int) -> str | None:
+def recording_path(record: str | None, index: int, num_restarts: int) -> str | None:
     """The file of an engine's recording; each start of each engine has a file of its own."""
     if record is None:
         return None

@@ -134,7 +134,7 @@ class Pool:
                 break  # the other connections began to wait later
         return None
 
-    def late(self, now: float) -> list[Connection]:
+    def overdue(self, now: float) -> list[Connection]:
         """The connections that have waited too long."""
         found = []
         for wait, waiting in self._waiting.items():
@@ -277,7 +277,7 @@ class Connections:
     def _close_late(self) -> None:
         now = self._clock()
         for pool in (self._ordinary, self._reserve):
-            for connection in pool.late(now):
+            for connection in pool.overdue(now):
                 self._close(connection, "late")
         again = self.num_open > 0
         self._sweep = asyncio.get_running_loop().call_later(SECONDS_BETWEEN_SWEEPS, self._close_late) if again else None

@@ -58,7 +58,7 @@ def test_prompt_tokens_are_counted_until_the_first_token() -> None:
             second.add_prompts([41])
         assert caught.value.status_code == 429 and caught.value.reason == "queue_tokens"
         assert (backlog.num_waiting, backlog.prompt_tokens.total) == (1, 60)  # what was refused is not counted
-        first.first_token(0)
+        first.note_first_token(0)
         second.add_prompts([41])
         assert backlog.prompt_tokens.total == 41
 
@@ -78,7 +78,7 @@ def test_prompt_with_several_samples_counts_once() -> None:
     with backlog.enter("", 3) as ticket:
         ticket.add_prompts([90])
         for _ in range(3):
-            ticket.first_token(0)
+            ticket.note_first_token(0)
         assert (backlog.num_waiting, backlog.prompt_tokens.total) == (0, 0)
 
 
@@ -95,7 +95,7 @@ def test_retry_after_is_estimated_from_the_rate_of_first_tokens() -> None:
     tickets = fill(backlog, 110)
     for ticket in tickets[:10]:  # two a second
         clock.now += 0.5
-        ticket.first_token(0)
+        ticket.note_first_token(0)
     assert backlog.num_waiting == 100
     assert 40 <= backlog.retry_after("") <= 50
     clock.now += 31  # no more events: the old rate is not used any more
@@ -109,7 +109,7 @@ def test_retry_after_has_a_minimum_and_a_maximum() -> None:
     tickets = fill(backlog, 1000)
     assert backlog.retry_after("") == 1
     clock.now += 1
-    tickets[0].first_token(0)
+    tickets[0].note_first_token(0)
     clock.now += 20
     assert backlog.retry_after("") == MAX_WAIT
 
@@ -153,7 +153,7 @@ def test_retry_after_depends_on_the_tenants_own_backlog() -> None:
     other.add_prompts([1])
     for ticket in tickets[:10]:  # two a second
         clock.now += 0.5
-        ticket.first_token(0)
+        ticket.note_first_token(0)
     assert backlog.retry_after("b") == 1 and backlog.retry_after("") >= 40
 
 
@@ -162,9 +162,9 @@ def test_prompt_longer_than_the_limit_releases_only_counted_tokens() -> None:
     with backlog.enter("", 1) as ticket:
         ticket.add_prompts([500, 30, 40])
         assert backlog.prompt_tokens.total == 100
-        ticket.first_token(0)
+        ticket.note_first_token(0)
         assert backlog.prompt_tokens.total == 70
-        ticket.first_token(2)
-        ticket.first_token(2)
+        ticket.note_first_token(2)
+        ticket.note_first_token(2)
         assert backlog.prompt_tokens.total == 30
     assert backlog.prompt_tokens.total == backlog.num_waiting == 0

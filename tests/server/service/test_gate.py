@@ -31,11 +31,11 @@ def test_wait_empty_returns_after_the_last_request() -> None:
         gate = Gate(ALIVE, drain_timeout=30)
         await gate.wait_empty()
         with ExitStack() as one, ExitStack() as other:
-            one.enter_context(gate.inside())
-            other.enter_context(gate.inside())
+            one.enter_context(gate.admit_request())
+            other.enter_context(gate.admit_request())
             assert gate.num_open == 2
             gate.close()
-            with pytest.raises(ApiError, match="shutting down") as caught, gate.inside():
+            with pytest.raises(ApiError, match="shutting down") as caught, gate.admit_request():
                 pass
             assert caught.value.status_code == 503 and caught.value.headers == {"retry-after": "30"}
             assert gate.num_open == 2
@@ -68,8 +68,8 @@ def test_requests_get_500_after_engine_death_even_if_the_gate_is_closed(death: s
 def test_server_before_shutdown_is_not_ready_but_accepts_requests() -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=True, num_alive=1, death=None)), drain_timeout=30)
     gate.check_ready()
-    gate.leave()
-    with gate.inside(), pytest.raises(ApiError, match="shutting down") as caught:
+    gate.announce_shutdown()
+    with gate.admit_request(), pytest.raises(ApiError, match="shutting down") as caught:
         gate.check_ready()
     assert caught.value.status_code == 503 and (caught.value.headers or {})["retry-after"] == "30"
     gate.close()

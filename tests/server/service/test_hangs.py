@@ -67,7 +67,7 @@ def with_fleet(
                 await cancel(asyncio.all_tasks() - others)
         finally:
             for engine in fleet.engines:
-                go_on(engine)
+                continue_process(engine)
             await fleet.shutdown()
 
     asyncio.run(run())
@@ -77,7 +77,7 @@ def stop(engine: EngineClient) -> None:
     os.kill(engine.info.pid, signal.SIGSTOP)
 
 
-def go_on(engine: EngineClient) -> None:
+def continue_process(engine: EngineClient) -> None:
     if engine.is_alive and engine.info is not None:
         os.kill(engine.info.pid, signal.SIGCONT)
 
@@ -157,7 +157,7 @@ def test_router_avoids_a_silent_engine_long_before_the_timeout() -> None:
         waiting = stream_of(fleet, "d", SamplingParams(max_tokens=4))
         waiting._send()
         for engine in fleet.engines:
-            go_on(engine)
+            continue_process(engine)
         assert (await read(waiting)).token_ids
         await until(lambda: not any(engine.is_slow for engine in fleet.engines))
         assert fleet.num_hangs == [0, 0]
@@ -206,8 +206,8 @@ def test_engine_that_continues_before_the_limit_survives() -> None:
         reading = asyncio.ensure_future(texts_of(streams))
         await until(lambda: all(one.num_output_tokens for one in streams.values()))
         stop(fleet.engines[1])
-        await until(lambda: fleet.engines[1].heartbeat.silence > LIMIT - 0.5)
-        go_on(fleet.engines[1])
+        await until(lambda: fleet.engines[1].heartbeat.seconds_of_silence > LIMIT - 0.5)
+        continue_process(fleet.engines[1])
         assert await reading == expected and not any(one.num_deaths for one in streams.values())
         await asyncio.sleep(2 * INTERVAL)
         assert fleet.num_hangs == [0, 0] and not fleet.engines[1].is_slow
@@ -347,7 +347,7 @@ def test_questions_to_a_stalled_engine_fail_immediately(monkeypatch: pytest.Monk
         assert b'pointsman:engine_up{engine="1",model_name="demo"} 1.0' in (await metrics.render())[0]
         assert time.monotonic() - begun < 1.0
         assert not await fleet.engines[0].ask(IsPaused()), "a command that not all engines can follow is sent to none"
-        go_on(fleet.engines[1])
+        continue_process(fleet.engines[1])
         await until(lambda: not fleet.engines[1].is_slow)
         await fleet.ask(ExplainAll())
 
@@ -436,7 +436,7 @@ def test_engine_in_a_debugger_is_not_killed(monkeypatch: pytest.MonkeyPatch, cap
     async def test(fleet: EngineFleet) -> None:
         hung = fleet.engines[1]
         stop(hung)
-        await until(lambda: hung.heartbeat.silence > LIMIT + 2 * INTERVAL)
+        await until(lambda: hung.heartbeat.seconds_of_silence > LIMIT + 2 * INTERVAL)
         assert hung.is_alive
         stream = stream_of(fleet, "h", SamplingParams(max_tokens=4))
         await read(stream)

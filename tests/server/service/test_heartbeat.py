@@ -17,7 +17,7 @@ class Watched:
         self.is_asked = False
 
     def answer(self, longest: float = 0.0, mean: float | None = None) -> None:
-        self.heartbeat.hear()
+        self.heartbeat.note_sign_of_life()
         self.heartbeat.note_answer(PulseReading(longest, mean))
         self.is_asked = False
 
@@ -25,7 +25,7 @@ class Watched:
         """Let seconds pass in which the API process runs."""
         for _ in range(seconds):
             self.now += INTERVAL
-            self.is_asked = self.heartbeat.ask() or self.is_asked
+            self.is_asked = self.heartbeat.start_question() or self.is_asked
 
     def tick_and_answer(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -64,7 +64,7 @@ def test_any_sign_of_life_resets_the_silence() -> None:
     engine.tick(5)
     assert engine.state == "slow"
     for _ in range(100):  # steps of a busy engine, or beats of a long step
-        engine.heartbeat.hear()
+        engine.heartbeat.note_sign_of_life()
         engine.tick()
         assert engine.state == "well"
     engine.tick(6)
@@ -77,7 +77,7 @@ def test_limit_is_at_least_ten_times_the_longest_silence_in_a_step() -> None:
     engine.answer(longest=8.0, mean=2.0)
     assert engine.heartbeat.limit == 80.0
     engine.tick(9)
-    assert engine.heartbeat.silence == 8.0 and not engine.heartbeat.is_slow, "five steps of two seconds"
+    assert engine.heartbeat.seconds_of_silence == 8.0 and not engine.heartbeat.is_slow, "five steps of two seconds"
     engine.tick(70)
     assert not engine.heartbeat.is_late
     engine.tick(4)
@@ -99,10 +99,10 @@ def test_accidental_long_silence_is_forgotten() -> None:
 def test_an_announced_silence_is_allowed_until_the_next_sign() -> None:
     engine = Watched(3.0)
     engine.tick()
-    engine.heartbeat.hear(600.0)
+    engine.heartbeat.note_sign_of_life(600.0)
     engine.tick(500)
     assert not engine.heartbeat.is_late and engine.heartbeat.is_slow, "other engines should get the requests"
-    engine.heartbeat.hear()
+    engine.heartbeat.note_sign_of_life()
     engine.tick(5)
     assert engine.heartbeat.is_late
 
@@ -111,7 +111,7 @@ def test_time_while_the_api_process_is_stopped_is_not_silence() -> None:
     engine = Watched(2.0)
     engine.tick()
     engine.now += 3600.0
-    assert engine.heartbeat.silence == INTERVAL and not engine.heartbeat.is_late
+    assert engine.heartbeat.seconds_of_silence == INTERVAL and not engine.heartbeat.is_late
     engine.answer()
     engine.now += 3600.0
     engine.tick_and_answer(3)

@@ -24,7 +24,7 @@ def tenant(config: dict[str, Any], owner: int | None = None, user: str | None = 
     }
     if owner is not None:
         scope[OWNER] = owner
-    return TenantRule(ServerConfig(**config)).of(scope, user)
+    return TenantRule(ServerConfig(**config)).find_tenant(scope, user)
 
 
 def test_without_keys_there_is_one_tenant_without_a_name() -> None:

@@ -187,7 +187,7 @@ def test_one_tenants_characters_are_limited() -> None:
     with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
         while True:
             stack.enter_context(work.admit("a", 1))
-            taken = work.limit.of("a") // MIN
+            taken = work.limit.held_by("a") // MIN
     assert taken == 75 and caught.value.status_code == 429 and caught.value.reason == "queue_characters"
     assert work.limit.total == 0
 

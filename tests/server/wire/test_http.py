@@ -379,7 +379,7 @@ def serving(app: Any, talk: Callable[[int], Any], connections: Connections | Non
 
 
 def write_now(events: EventStream, piece: bytes) -> bool:
-    if not events.has_room():
+    if not events.can_write_now():
         return False
     events.write_now(piece)
     return True

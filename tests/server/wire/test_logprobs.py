@@ -39,7 +39,7 @@ def columns_of(entries: Entries) -> Logprobs:
     """Log probabilities as the engine returns them."""
     texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
     pieces = {token_id: None if text is None else text.encode() for token_id, text in texts.items()}
-    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
+    return Logprobs.from_entries([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
 
 
 def _arrays(entry: Mapping[int, Logprob]) -> TokenLogprobs:
@@ -195,23 +195,23 @@ def test_tokens_of_one_character_share_its_offset() -> None:
 def test_token_offset_is_unknown_until_the_text_before_it_arrives() -> None:
     places = TextPlaces()
     places.add_text("a", is_last=False)  # the rest of it may be a stop string
-    assert places.knows(b"abc") and places.place(b"abc") == 0
-    assert not places.knows(b"d")
+    assert places.is_place_known(b"abc") and places.place(b"abc") == 0
+    assert not places.is_place_known(b"d")
     places.add_text("bc", is_last=False)
-    assert places.knows(b"d") and places.place(b"d") == 3
-    assert not places.knows(b"e")
+    assert places.is_place_known(b"d") and places.place(b"d") == 3
+    assert not places.is_place_known(b"e")
     places.add_text("", is_last=True)
-    assert places.knows(b"e") and places.place(b"e") == 3
+    assert places.is_place_known(b"e") and places.place(b"e") == 3
 
 
 def test_offset_after_an_invalid_character_is_unknown_until_its_text() -> None:
     """The text of a run of byte tokens comes with its end."""
     places = TextPlaces()
-    assert places.knows(b"\xc3") and places.place(b"\xc3") == 0
-    assert places.knows(b"\xa9"), "it finishes the character"
-    assert not places.knows(b"b")
+    assert places.is_place_known(b"\xc3") and places.place(b"\xc3") == 0
+    assert places.is_place_known(b"\xa9"), "it finishes the character"
+    assert not places.is_place_known(b"b")
     places.add_text("\ufffdb", is_last=False)
-    assert places.knows(b"b") and places.place(b"b") == 1
+    assert places.is_place_known(b"b") and places.place(b"b") == 1
 
 
 @given(st.text(st.sampled_from("aé日😀 \u0301\u200d\n"), max_size=12), st.lists(st.integers(1, 5)))
@@ -232,7 +232,7 @@ def test_token_offsets_do_not_depend_on_the_pieces_of_a_text(text: str, sizes: l
     waiting = list(pieces)
     for end in range(len(text) + 1):
         late.add_text(text[max(0, end - 1) : end], is_last=end == len(text))
-        while waiting and late.knows(waiting[0]):
+        while waiting and late.is_place_known(waiting[0]):
             found.append(late.place(waiting.pop(0)))
     assert found == expected
 
@@ -251,7 +251,7 @@ def test_prompt_logprobs_are_keyed_by_token_id() -> None:
 def test_sampled_token_among_the_most_likely_is_listed_once() -> None:
     values = np.array([-0.5, -0.25, -0.5, -3.0], dtype=np.float32)
     entry = TokenLogprobs(np.array([7, 8, 7, 9]), values, 1)
-    found = Logprobs.of([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
+    found = Logprobs.from_entries([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
     assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], [b"seven", b"8", b"9"])
 
 
