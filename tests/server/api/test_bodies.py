@@ -118,7 +118,7 @@ def test_bodies_of_all_requests_share_one_budget() -> None:
         open_ones.append(budget.num_bytes)
         with pytest.raises(ApiError) as caught:
             held_body(budget).add(10 - budget.num_bytes + 1)
-        assert caught.value.status_code == 429 and "at most 10" in caught.value.detail
+        assert caught.value.status_code == 429 and "the limit is 10" in caught.value.detail
         assert (caught.value.headers or {})["connection"] == "close"
 
     app = middleware(reads_and_waits, 8, budget)

@@ -91,7 +91,7 @@ def test_prompt_with_too_many_token_ids_is_refused_before_validation() -> None:
                 refused = await http.post(path, json={name: prompt}, headers=headers)
                 error = refused.json()["error"]
                 assert refused.status_code == 400 and error["param"] == name
-                assert "max_model_len is 16384; shorten it" in error["message"]
+                assert "max_model_len is 16384; shorten the prompt" in error["message"]
         taken = await http.post("/v1/completions", json={"prompt": [1] * 16_384, "max_tokens": 1})
         assert "leaves no room for a generated token" in taken.json()["error"]["message"]
 
