@@ -91,7 +91,10 @@ class ServerConfig:
         _check_int("port", self.port, 0, 65535)
         for kind, keys in (("API key", self.api_keys), ("operator key", self.operator_keys)):
             if not all(map(is_key, keys)):
-                raise ValueError(f"an {kind} is empty, or holds spaces at its ends or characters other than ASCII")
+                raise ValueError(
+                    f"an {kind} is empty, begins or ends with a space, or has characters other than printable ASCII; "
+                    "correct it"
+                )
         if set(self.api_keys) & set(self.operator_keys):
             raise ValueError(
                 "a key is both an API key and an operator key, so each client with it is an operator; choose another "
@@ -104,7 +107,7 @@ class ServerConfig:
                     f"allowed_host is {host!r}; it must be a name or an IP address, as in gpu1, gpu1:8000 or [::1]:8000"
                 )
         if any(not name for name in self.served_model_name):
-            raise ValueError("a served model name is empty; give one character or more")
+            raise ValueError("served_model_name has an empty name; give each name at least one character")
         for bound, number in (
             ("max_connections", self.max_connections),
             ("max_connections_per_address", self.max_connections_per_address),
@@ -125,19 +128,20 @@ class ServerConfig:
         _check_int("max_logprobs", self.max_logprobs, 0)
         if self.max_deadline is not None and not 0 < self.max_deadline < math.inf:
             raise ValueError(
-                f"max_deadline is {self.max_deadline}; it must be a number of seconds above 0, or left out for none"
+                f"max_deadline is {self.max_deadline}; it must be a number of seconds above 0; leave it out for no "
+                "limit"
             )
         if self.min_request_priority is not None:
             _check_int("min_request_priority", self.min_request_priority, -(2**63))
             if self.min_request_priority > 0:
                 raise ValueError(
-                    f"min_request_priority is {self.min_request_priority}; it must be at most 0, the priority of "
-                    "requests without one"
+                    f"min_request_priority is {self.min_request_priority}; it must be at most 0, which is the "
+                    "default priority of a request"
                 )
         if self.min_ttft_target is not None and not 0 < self.min_ttft_target < math.inf:
             raise ValueError(
-                f"min_ttft_target is {self.min_ttft_target}; it must be a number of seconds above 0, or left out for "
-                "none"
+                f"min_ttft_target is {self.min_ttft_target}; it must be a number of seconds above 0; leave it out "
+                "for no limit"
             )
         if not 0 <= self.max_retention < math.inf:
             raise ValueError(f"max_retention is {self.max_retention}; it must be a number of seconds, at least 0")
@@ -151,17 +155,17 @@ class ServerConfig:
         names, num_keys = self.api_key_names, len(self.api_keys)
         if names and len(names) != num_keys:
             raise ValueError(
-                f"api_key_names has {len(names)} names and there are {num_keys} API keys; give one for each"
+                f"api_key_names has {len(names)} names for {num_keys} API keys; give one name for each key"
             )
         for place, name in enumerate(names, 1):
             # The name itself is not shown: it may be part of a key that contains a colon.
             if name and _TENANT.fullmatch(name) is None:
                 raise ValueError(
-                    f"the name of API key {place} is not 1 to 64 letters, digits, '.', '_' and '-'; correct what "
-                    "stands before its first colon"
+                    f"the name of API key {place} is not 1 to 64 letters, digits, '.', '_' and '-'; correct the "
+                    "text before the first colon of the key"
                 )
             if _RESERVED.fullmatch(name):
-                raise ValueError(f"the name of API key {place} is {name}, which is reserved; choose another")
+                raise ValueError(f"the name of API key {place} is {name}, a reserved name; choose another name")
         kind, _, header = self.tenant_from.partition(":")
         if self.tenant_from not in ("key", "user") and not (kind == "header" and _HEADER.fullmatch(header)):
             raise ValueError(f"tenant_from is {self.tenant_from!r}; it must be key, user, or header:NAME")

@@ -306,7 +306,9 @@ def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
     while data := sock.recv(RECEIVE_BYTES):
         for message in unpacker.feed(data):
             if not isinstance(message, Start):
-                raise TypeError(f"the first message is a {type(message).__name__}, not a Start")
+                raise TypeError(
+                    f"the first message of the API process is a {type(message).__name__}; it must be a Start"
+                )
             return message  # the API process sends nothing more before the reply
     return None
 

@@ -205,9 +205,9 @@ def _add_output(outputs: EngineOutputs, key: int, latest: RequestOutput, reporte
         return
     delta = Delta(sample.text, sample.token_ids, num_cached_tokens=latest.num_cached_tokens)
     if entries is not None:
-        delta.logprobs = Logprobs.of(entries, new.token_piece, sample.token_pieces)
+        delta.logprobs = Logprobs.from_entries(entries, new.token_piece, sample.token_pieces)
     if of_prompt is not None:
-        delta.prompt_logprobs = Logprobs.of(of_prompt, new.token_piece)
+        delta.prompt_logprobs = Logprobs.from_entries(of_prompt, new.token_piece)
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
         delta.finish_detail, delta.metrics = sample.finish_detail, latest.metrics

@@ -128,7 +128,7 @@ def run(
             share = shares[index]
             return EngineClient.start(
                 share.options,
-                record=share.record_after(num_restarts),
+                record=share.recording_path(num_restarts),
                 record_when_full=record_when_full,
                 must_record=not num_restarts,
                 log_stats_interval=log_stats_interval,
@@ -233,7 +233,10 @@ def warm_tokenizer(tokenizer: Any, template: str | None) -> None:
         text = render_chat(tokenizer, EXAMPLE_CHAT, {**options, "add_generation_prompt": True})
         tokenizer.decode(encode(tokenizer, text))
     except Exception as error:
-        logger.info("the tokenizer could not be tried at the start: %s", first_line(error))
+        logger.info(
+            "a test conversation failed; requests that use the tokenizer or the chat template may fail too: %s",
+            first_line(error),
+        )
 
 
 def url_of(sock: socket.socket, host: str) -> str:
@@ -275,7 +278,7 @@ class _Serving:
 
     async def _start_and_serve(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> int:
         starting = asyncio.get_running_loop().create_task(self._start(start, warm_up))
-        await self._first_of(starting, self._stop.wait())
+        await self._wait_for_first(starting, self._stop.wait())
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
@@ -338,24 +341,27 @@ class _Serving:
         infos = [engine.info for engine in client.engines]
         for line in startup_lines(infos, self._config, url_of(self._sock, self._config.host)):
             logger.info("%s", line)
-        await self._first_of(self._stop.wait(), client.dead.wait(), serving)
+        await self._wait_for_first(self._stop.wait(), client.dead.wait(), serving)
         # From now on a connection ends with its response, so that the client's next request goes to another server.
         server.config.encoded_headers.append((b"connection", b"close"))
         if self._config.drain_delay and not client.dead.is_set():
-            app.state.gate.leave()
-            logger.info("not ready; new requests are accepted for another %g s", self._config.drain_delay)
-            await self._first_of(self._force.wait(), client.dead.wait(), timeout=self._config.drain_delay)
+            app.state.gate.announce_shutdown()
+            logger.info(
+                "the server will shut down: /ready reports 503, but new requests are accepted for another %g s",
+                self._config.drain_delay,
+            )
+            await self._wait_for_first(self._force.wait(), client.dead.wait(), timeout=self._config.drain_delay)
         app.state.gate.close()
         left = SECONDS_TO_REPORT
         if not client.dead.is_set():
             left = max(left, await self._drain(client, app))
         code = EXIT_OK if client.death is None else EXIT_FAILED
         await client.shutdown()
-        await self._first_of(app.state.gate.wait_empty(), self._force.wait(), timeout=SECONDS_TO_REPORT)
+        await self._wait_for_first(app.state.gate.wait_empty(), self._force.wait(), timeout=SECONDS_TO_REPORT)
         # Complete responses may still be on their way to slow readers.
         server.config.timeout_graceful_shutdown = math.ceil(left)
         server.should_exit = True
-        await self._first_of(serving, self._force.wait(), timeout=left + SECONDS_TO_REPORT)
+        await self._wait_for_first(serving, self._force.wait(), timeout=left + SECONDS_TO_REPORT)
         server.force_exit = True
         await asyncio.wait([serving], timeout=SECONDS_TO_REPORT)
         return code
@@ -370,7 +376,7 @@ class _Serving:
                 num_open,
                 self._config.drain_timeout,
             )
-        await self._first_of(
+        await self._wait_for_first(
             app.state.gate.wait_empty(), self._force.wait(), client.dead.wait(), timeout=self._config.drain_timeout
         )
         if app.state.gate.num_open:
@@ -386,7 +392,7 @@ class _Serving:
                 self._client.kill()
 
     @staticmethod
-    async def _first_of(*awaitables: Any, timeout: float | None = None) -> None:
+    async def _wait_for_first(*awaitables: Any, timeout: float | None = None) -> None:
         """Wait until one of the awaitables is done, at most `timeout` seconds. Then coroutines that are not done are
         cancelled; tasks continue."""
         tasks = [asyncio.ensure_future(one) for one in awaitables]

@@ -40,7 +40,7 @@ class EngineShare:
     name: str = ""
     """Prefix of the engine's log lines."""
 
-    def record_after(self, num_restarts: int) -> str | None:
+    def recording_path(self, num_restarts: int) -> str | None:
         """The file of the engine's recording after `num_restarts` restarts; each start has a file of its own."""
         return self.record if self.record is None or not num_restarts else f"{self.record}.restart-{num_restarts}"
 
@@ -58,15 +58,15 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
             in use.
     """
     if num_engines < 1:
-        raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, one engine")
+        raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, as a server needs an engine")
     if num_engines == 1:
         check_ports([options])
         return [EngineShare(dict(options), record=record)]
     cores, at_once = own_cores(), num_cores()
     if num_engines > at_once:
         raise ValueError(
-            f"data_parallel_size is {num_engines} and this machine has {at_once} core(s) for it; each engine needs "
-            f"one, so lower it to {at_once} at most"
+            f"data_parallel_size is {num_engines} and this process may use {at_once} core(s); each engine needs one "
+            f"core, so lower data_parallel_size to at most {at_once}"
         )
     devices = choose_devices(options, num_engines)
     own = dict(options)
@@ -74,8 +74,8 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
     if threads is not None:
         if threads < num_engines:
             raise ValueError(
-                f"num_threads (--threads) is {threads} and data_parallel_size {num_engines}; each engine computes with "
-                f"one thread at least, so raise it to {num_engines}, or lower data_parallel_size to {threads}"
+                f"num_threads (--threads) is {threads} and data_parallel_size is {num_engines}; each engine needs at "
+                f"least one thread, so raise num_threads to {num_engines}, or lower data_parallel_size to {threads}"
             )
         own["num_threads"] = threads // num_engines
     elif at_once < len(cores):  # a quota on processor time, which the engines share
@@ -84,8 +84,8 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         if (size := own.get(name)) is not None:
             if size < num_engines:
                 raise ValueError(
-                    f"{name} is {size} and data_parallel_size {num_engines}, among which it is shared out; raise it to "
-                    f"{num_engines} at least, or lower data_parallel_size"
+                    f"{name} is {size}, which is too small to be divided among {num_engines} engines; raise it to at "
+                    f"least {num_engines}, or lower data_parallel_size"
                 )
             own[name] = size // num_engines
     check_memory(options, num_engines, on_gpus=bool(devices))
@@ -112,8 +112,8 @@ def choose_devices(options: Mapping[str, Any], num_engines: int) -> list[str]:
     device = str(options.get("device") or "auto")
     if device.startswith("cuda:"):
         raise ValueError(
-            f"device is {device} and data_parallel_size {num_engines}; each engine needs a GPU of its own: give device "
-            "cuda, and choose among the GPUs by CUDA_VISIBLE_DEVICES, or lower data_parallel_size to 1"
+            f"device is {device} and data_parallel_size is {num_engines}; each engine needs a GPU of its own: set "
+            "device to cuda, and select the GPUs with CUDA_VISIBLE_DEVICES, or lower data_parallel_size to 1"
         )
     if device not in ("auto", "cuda"):
         return []
@@ -121,11 +121,11 @@ def choose_devices(options: Mapping[str, Any], num_engines: int) -> list[str]:
     if not devices and device == "auto":
         return []
     if num_engines > len(devices):
-        remedy = f"lower it to {len(devices)} at most" if devices else "give device cpu"
+        remedy = f"lower data_parallel_size to {len(devices)}" if devices else "set device to cpu"
         raise ValueError(
             f"data_parallel_size is {num_engines} and PyTorch sees {len(devices)} GPU(s) "
-            f"({', '.join(devices) or 'none'}); each engine needs one, so {remedy}, or let CUDA_VISIBLE_DEVICES show "
-            "more"
+            f"({', '.join(devices) or 'none'}); each engine needs a GPU of its own, so {remedy}, or make more GPUs "
+            "visible with CUDA_VISIBLE_DEVICES"
         )
     return list(devices[:num_engines])
 
@@ -155,8 +155,8 @@ def check_memory(options: Mapping[str, Any], num_engines: int, *, on_gpus: bool 
     needed = num_engines * weights + kv
     if needed > free:
         fitting = (free - kv) // weights if weights and free > kv else 0
-        remedies = [f"lower it to {fitting}"] if fitting else [f"lower {name}" for name in given]
-        remedy = ", or ".join(remedies) or "take a smaller model, or more memory"
+        remedies = [f"lower data_parallel_size to {fitting}"] if fitting else [f"lower {name}" for name in given]
+        remedy = ", or ".join(remedies) or "serve a smaller model, or add memory"
         raise ValueError(
             f"data_parallel_size is {num_engines}: the weights of each engine take {weights / 2**20:,.0f} MiB, the KV "
             f"of all engines together takes {kv / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB of memory are free; "
@@ -214,20 +214,24 @@ def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
                 continue
             used = name if num_engines == 1 else f"{name} of engine {index}"
             if port > MAX_PORT:
-                why: str | None = f"ports end at {MAX_PORT}"
+                why: str | None = f"the highest port is {MAX_PORT}"
             elif port in used_by:
-                why = f"it is the {used_by[port]}, too"
+                why = f"it is also the port of {used_by[port]}"
             else:
-                why = why_taken(found[1].removeprefix("tcp://").rstrip(":").strip("[]"), port)
+                why = bind_error(found[1].removeprefix("tcp://").rstrip(":").strip("[]"), port)
             if why is not None:
                 raise ValueError(
-                    f"kv_events_config: port {port}, the {used}, cannot be used: {why}; give addresses whose "
-                    + ("port is free" if num_engines == 1 else f"{num_engines} ports, counted up from theirs, are free")
+                    f"kv_events_config: port {port} of {used} cannot be used: {why}; choose addresses "
+                    + (
+                        "with free ports"
+                        if num_engines == 1
+                        else f"whose port and the next ports, {num_engines} in all, are free"
+                    )
                 )
             used_by[port] = used
 
 
-def why_taken(host: str, port: int) -> str | None:
+def bind_error(host: str, port: int) -> str | None:
     """Why a socket cannot be bound to this address; None: it can be bound, or this was not checked because only ZeroMQ
     can resolve the host."""
     host = "" if host == "*" else host

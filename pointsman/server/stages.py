@@ -1,7 +1,7 @@
 """Stages: limits at each stage of a request, for all tenants together and for one tenant.
 
     limits = StageLimits(config, max_num_running=64)
-    with limits.texts.held("alice", 5000):       # ApiError 429, with what the tenant holds and its limit
+    with limits.texts.hold("alice", 5000):       # ApiError 429, with what the tenant holds and its limit
         ...
 
 `STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that the API process
@@ -47,19 +47,20 @@ class Stage:
     """Value of the label `stage` in metrics."""
     unit: str
     meaning: str
-    """Description of what is counted, from which event to which."""
+    """Text for the table in the docs: the things that count against the limit, and how long each of them counts."""
     bound: str
     """Description of the limit: the default of `option`, or the fixed limit."""
     option: str | None
     """Option of `pointsman serve` that sets the limit; None: the limit is fixed."""
     bounded_by: Literal["tenant", "all"]
-    """Whether each tenant has a share of the limit, or all tenants use it without shares."""
+    """"tenant": each tenant may use only a share of the limit; "all": all tenants use it together, without shares."""
     status: int | None
     """HTTP status of a refusal; None: this stage refuses no request."""
     reason: str | None
     """Value of the label `reason` of refusals in metrics; None: this stage refuses no request."""
     held: str = ""
-    """Noun and verb for error messages; `{whose}` becomes " of this tenant" or an empty text."""
+    """Words after the held amount in a refusal, such as "requests are open". `{whose}` stands for " of this tenant", or
+    for an empty text."""
 
 
 CONNECTIONS = Stage(
@@ -81,7 +82,7 @@ BODIES = Stage(
     bounded_by="tenant",
     status=429,
     reason="queue_bytes",
-    held="bytes of bodies{whose} are held",
+    held="bytes of request bodies{whose} are in memory",
 )
 TEXTS = Stage(
     name="texts",
@@ -114,7 +115,7 @@ PROMPT_TOKENS = Stage(
     bounded_by="tenant",
     status=429,
     reason="queue_tokens",
-    held="prompt tokens{whose} wait",
+    held="prompt tokens{whose} wait for their prefill",
 )
 GRAMMARS = Stage(
     name="grammars",
@@ -175,7 +176,7 @@ class StageLimit:
         """The amount that all tenants together hold, in the stage's unit."""
         return self._capacity.total
 
-    def of(self, tenant: str) -> int:
+    def held_by(self, tenant: str) -> int:
         """The amount that the tenant holds, in the stage's unit."""
         return self._capacity.held.get(tenant, 0)
 
@@ -209,7 +210,7 @@ class StageLimit:
             self._capacity.give_back(tenant, amount)
 
     @contextmanager
-    def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _min_wait) -> Iterator[None]:
+    def hold(self, tenant: str, amount: int, retry_after: Callable[[], int] = _min_wait) -> Iterator[None]:
         """Context in which a tenant holds an additional amount, in the stage's unit.
 
         Raises:
@@ -230,8 +231,8 @@ class StageLimit:
             held, maximum, whose = error.held, error.max_held, " of this tenant"
         return ApiError(
             stage.status,
-            f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this would be {amount} more, and at "
-            f"most {maximum} may be; try again in {retry_after} s",
+            f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this request would add {amount}, and "
+            f"the limit is {maximum}; try again in {retry_after} s",
             headers={"retry-after": str(retry_after)},
             reason=stage.reason,
         )

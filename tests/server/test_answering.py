@@ -29,7 +29,7 @@ def test_every_question_has_an_answer() -> None:
 
 
 @pytest.mark.e2e
-def test_a_question_that_is_added_reaches_a_real_engine() -> None:
+def test_question_class_outside_the_server_is_answered_by_the_engine() -> None:
     """The question passes the fleet, the client and the engine process, whose code does not mention it."""
 
     async def test(client: EngineClient) -> None:
@@ -56,7 +56,7 @@ def test_a_question_that_is_added_reaches_a_real_engine() -> None:
     engine_pool().run(test, **OPTIONS)
 
 
-def test_an_answer_of_a_fleet_is_merged_from_its_engines() -> None:
+def test_fleet_merges_the_answers_of_its_engines() -> None:
     assert LongestPrompt().merge({0: 4, 2: 9}) == 9
     assert questions.IsPaused().merge({0: False, 1: True}) is True
     assert questions.SetMaxNumActiveSeqs(4).merge({1: 4, 2: 4}) == 4

@@ -55,7 +55,7 @@ def until_all_live(http: httpx.Client) -> None:
     wait_until(lambda: set(samples(http, "pointsman:engine_up").values()) == {1.0}, 60, "all engines live")
 
 
-def test_both_engines_give_equal_output_and_are_distinguishable(http: httpx.Client) -> None:
+def test_requests_are_routed_by_prefix_and_metrics_are_per_engine(http: httpx.Client) -> None:
     """Requests are distributed, equal prefixes stay together, and every question goes to both engines."""
     prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
     before = samples(http, "pointsman:steps_total")
@@ -108,7 +108,7 @@ def test_operator_commands_reach_both_engines(http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs").json()["max_num_active_seqs"] > 1
 
 
-def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> None:
+def test_live_film_shows_the_requested_engine(http: httpx.Client) -> None:
     for engine in (0, 1):
         with http.stream("GET", "/live/film", params={"engine": engine}) as film:
             assert (film.status_code, film.headers["x-engines"]) == (200, "2")
@@ -163,7 +163,7 @@ def test_restarted_engine_keeps_operator_settings(two: ServerProcess, http: http
 
 
 @pytest.mark.long
-def test_no_request_is_lost_or_changed_by_a_death(two: ServerProcess, http: httpx.Client) -> None:
+def test_engine_death_loses_no_request_and_changes_no_output(two: ServerProcess, http: httpx.Client) -> None:
     """Streams, whole answers, chats and several samples, each cut once or twice; the names are the clients'."""
     bodies = [
         ("/v1/completions", {**FIELDS, "max_tokens": 200, "temperature": 1, "seed": 3, "logprobs": 2, "n": 2}),
@@ -277,16 +277,16 @@ def test_requests_wait_for_a_restart_and_server_ends_without_one() -> None:
         assert http.get("/ready").status_code == 200
         os.kill(server.engine_pid, signal.SIGKILL)  # its second consecutive death
         assert server.wait(20) == 1
-        assert "stays dead" in server.log()
+        assert "is not restarted" in server.log()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--data-parallel-size", "1000"), "data_parallel_size is 1000 and this machine has [0-9]+ core"),
+        (("--data-parallel-size", "1000"), "data_parallel_size is 1000 and this process may use [0-9]+ core"),
         (("--data-parallel-size", "0"), "data_parallel_size is 0; it must be at least 1"),
-        (("--data-parallel-size", "2", "--threads", "1"), r"\(--threads\) is 1 and data_parallel_size 2"),
-        (("--data-parallel-size", "2", "--num-blocks", "1"), "num_blocks is 1 and .*; raise it to 2 at least"),
+        (("--data-parallel-size", "2", "--threads", "1"), r"\(--threads\) is 1 and data_parallel_size is 2"),
+        (("--data-parallel-size", "2", "--num-blocks", "1"), "num_blocks is 1, .*; raise it to at least 2"),
         (("--data-parallel-size", "2", "--kv-cache-bytes", "900TiB"), " are free; lower kv_cache_bytes$"),
     ],
 )
@@ -296,30 +296,28 @@ def test_missing_resources_are_reported_before_any_start(arguments: tuple[str, .
     assert re.search(message, str(caught.value), re.MULTILINE), str(caught.value)
 
 
-def test_used_kv_events_port_is_reported() -> None:
+def test_server_reports_a_kv_events_port_in_use() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         address = f"tcp://127.0.0.1:{listener.getsockname()[1] - 1}"  # the second engine's is the next one
         events = json.dumps({"endpoint": "tcp://*:0", "replay_endpoint": address})
-        with pytest.raises(
-            ServerFailed, match="the replay_endpoint of engine 1, cannot be used: Address already in use"
-        ):
+        with pytest.raises(ServerFailed, match="of replay_endpoint of engine 1 cannot be used: Address already in use"):
             start_server("--model", "demo", "--data-parallel-size", "2", "--kv-events-config", events, timeout=20)
 
 
-def test_ports_that_engines_could_not_have_are_refused() -> None:
-    """Also the ports of later engines, which count up from the given one."""
+def test_kv_events_ports_that_engines_cannot_bind_are_refused() -> None:
+    """Each engine's port is the given port plus the engine's number."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         local = f"tcp://127.0.0.1:{port}"
         for endpoints, message in (
             (
                 {"endpoint": f"tcp://*:{port - 1}"},
-                f"port {port}, the endpoint of engine 1, .* in use; .*2 ports, .* free",
+                f"port {port} of endpoint of engine 1 .* in use; .* 2 in all, are free",
             ),
-            ({"endpoint": "tcp://x:1", "replay_endpoint": local}, f"port {port}, the replay_endpoint of engine 0, "),
-            ({"endpoint": "tcp://*:65535"}, "port 65536, the endpoint of engine 1, .*: ports end at 65535"),
+            ({"endpoint": "tcp://x:1", "replay_endpoint": local}, f"port {port} of replay_endpoint of engine 0 "),
+            ({"endpoint": "tcp://*:65535"}, "port 65536 of endpoint of engine 1 .*: the highest port is 65535"),
             ({"endpoints": "tcp://*:28001"}, "kv_events_config has no field 'endpoints'"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -342,7 +340,7 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
         {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x", "data_parallel_rank": 0},
         {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1", "data_parallel_rank": 1},
     ]
-    assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
+    assert (first.record, second.record, second.recording_path(2)) == ("f", "f.1", "f.1.restart-2")
     alone = share_out(options, 1, "f")[0]
     assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")
     # If processor time is limited, no engine may take all of it.
@@ -359,7 +357,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-def test_used_ports_are_reported_before_any_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_events_port_in_use_is_reported_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
 
@@ -373,12 +371,10 @@ def test_used_ports_are_reported_before_any_start(monkeypatch: pytest.MonkeyPatc
         listener.listen()
         taken = listener.getsockname()[1]
         of_one = shared(1, endpoint=f"tcp://*:{taken}")
-        assert f"port {taken}, the endpoint, cannot be used: Address already in use" in of_one and "is free" in of_one
+        assert f"port {taken} of endpoint cannot be used: Address already in use" in of_one and "free ports" in of_one
         # The third engine's port is the one that is taken.
         of_three = shared(3, endpoint="tcp://*:0", replay_endpoint=f"tcp://127.0.0.1:{taken - 2}")
-        assert (
-            f"port {taken}, the replay_endpoint of engine 2, cannot" in of_three and "3 ports, counted up" in of_three
-        )
+        assert f"port {taken} of replay_endpoint of engine 2 cannot" in of_three and "3 in all, are free" in of_three
         # A publisher that connects takes no port, and one that is off none either.
         share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://127.0.0.1:{taken}"}}, 1)
         off = {"endpoint": f"tcp://*:{taken}", "enable_kv_cache_events": False}
@@ -386,6 +382,9 @@ def test_used_ports_are_reported_before_any_start(monkeypatch: pytest.MonkeyPatc
     # Neighbouring ports of the first engine are those of the second one.
     free = next(port for port in iter(free_port, None) if is_free(port + 1))
     both = shared(2, endpoint=f"tcp://*:{free}", replay_endpoint=f"tcp://*:{free + 1}")
-    assert f"port {free + 1}, the endpoint of engine 1, cannot be used: it is the replay_endpoint of engine 0" in both
-    assert "ports end at 65535" in shared(2, endpoint="tcp://*:65535")
+    assert (
+        f"port {free + 1} of endpoint of engine 1 cannot be used: it is also the port of replay_endpoint of engine 0"
+        in both
+    )
+    assert "the highest port is 65535" in shared(2, endpoint="tcp://*:65535")
     share_out({"model": "demo", "kv_events_config": {"endpoint": "tcp://[::1]:0"}}, 2)

@@ -41,7 +41,7 @@ def start(
     return code, message
 
 
-def test_a_server_cuts_prompts_to_a_gap_unless_it_is_switched_off() -> None:
+def test_prefill_gap_limit_is_on_by_default_and_can_be_switched_off() -> None:
     _, info = start(warm_up=False)
     assert info.scheduler["token_limits"] == [PREFILL_GAP]
     assert "token_limits prefill-gap" in startup_lines([info], ServerConfig(), "http://127.0.0.1:8000")[2]
@@ -49,7 +49,7 @@ def test_a_server_cuts_prompts_to_a_gap_unless_it_is_switched_off() -> None:
     assert info.scheduler["token_limits"] == []
 
 
-def test_an_engine_that_starts_again_serves_without_a_recording(
+def test_restarted_engine_serves_if_its_recording_cannot_be_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full disk may have no room for another file."""
@@ -68,7 +68,7 @@ def test_a_recording_is_written_when_the_process_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_a_model_that_fails_when_it_is_warmed_up_is_reported(warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_failure_in_the_warm_up_is_reported(warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = []
 
     def begin() -> GrammarServer:
@@ -90,7 +90,7 @@ def test_a_model_that_fails_when_it_is_warmed_up_is_reported(warm_up: bool, monk
     assert not any(server.is_running for server in servers), "no process outlives its engine"
 
 
-def test_a_gpu_that_is_full_when_it_warms_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_out_of_memory_in_the_warm_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

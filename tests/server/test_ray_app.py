@@ -134,7 +134,7 @@ class TestTwoReplicas:
         assert ask(port, "/is_paused").json() == {"is_paused": True}
         assert ask(port, "/resume", {}).status_code == 200
 
-    def test_requests_go_where_their_prefix_is(self, port: int) -> None:
+    def test_requests_are_routed_to_the_replica_that_cached_their_prefix(self, port: int) -> None:
         class Side:
             address = (HOST, port)
 
@@ -185,7 +185,7 @@ class TestTwoReplicas:
             assert log.count("Serve replaces this replica") == 1
             assert "Traceback" not in log and "does not start" not in log
 
-    def test_the_api_is_replaced_and_its_engines_with_it(self, running: Cluster, port: int) -> None:
+    def test_killed_api_and_its_engines_are_replaced(self, running: Cluster, port: int) -> None:
         wait_for_engines(port, 2)
         before = running.engines
         (api,) = running.processes("ServeReplica:default:api")
@@ -242,7 +242,7 @@ def ups(port: int) -> list[str]:
     return re.findall(r"^pointsman:engine_up\{.*\} (.*)$", ask(port, "/metrics").text, re.MULTILINE)
 
 
-def test_streams_end_well_when_the_application_is_deleted(running: Cluster) -> None:
+def test_streams_get_a_finish_reason_when_the_application_is_deleted(running: Cluster) -> None:
     """As documented: requests that take too long end with "abort", all others are complete."""
     command = re.findall(r"`(python -c .*?)`", SECTION)[0].replace("python", str(running.python), 1)
     where = {**running.environment, "RAY_ADDRESS": running.address}

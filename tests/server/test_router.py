@@ -156,7 +156,7 @@ def two() -> Iterator[Routed]:
         yield Routed(stack, start_server)
 
 
-def test_prefixes_stay_together_and_ending_server_loses_no_request(two: Routed) -> None:
+def test_router_keeps_prefixes_together_and_loses_no_request(two: Routed) -> None:
     with two.router("cache_aware") as router:
         figures = asyncio.run(prefixes(two, router, 96))
         assert figures["hit_rate"] >= MIN_HIT_RATE
@@ -177,7 +177,7 @@ def test_ending_an_idle_server_loses_no_request(two: Routed) -> None:
         assert (drained["failures"], drained["exit_code"]) == ([], 0)
 
 
-def test_kv_aware_sends_requests_where_their_prefix_is(two: Routed) -> None:
+def test_kv_aware_routing_finds_the_server_that_cached_the_prefix(two: Routed) -> None:
     """The router learns it from the servers' events alone: each prompt was sent to a server past the router before.
     Token ids, text and conversations, of which the router asks the servers for the tokens."""
     text = "The import statement combines two operations: it searches for the module, and binds the result. "
@@ -208,14 +208,14 @@ def test_publishing_where_no_router_listens_is_logged() -> None:
 
 
 def scripts() -> list[list[str]]:
-    """Of each block of shell commands in docs/scaling.md that has a router: the commands, without comments."""
+    """The commands of each shell block in docs/scaling.md that starts a router, without comments."""
     blocks = re.findall(r"```sh\n(.*?)```", SCALING.read_text(), re.DOTALL)
     lines = [block.replace("\\\n", " ").splitlines() for block in blocks if "--worker-urls" in block]
     return [[line for line in block if line and not line.startswith("#")] for block in lines]
 
 
 @pytest.mark.parametrize("script", scripts())
-def test_commands_of_the_document_run(script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_router_commands_run(script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers and router are started with their options, on other ports; the commands below talk to them."""
     monkeypatch.setenv("POINTSMAN_OPERATOR_KEY", "sesame")
     monkeypatch.chdir(tmp_path)
@@ -250,8 +250,8 @@ def test_commands_of_the_document_run(script: list[str], tmp_path: Path, monkeyp
     assert all(usage["prompt_tokens_details"]["cached_tokens"] >= 32 for usage in found)
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
-    """The seconds that a start may take."""
+def test_router_error_names_a_server_that_does_not_respond() -> None:
+    """The router stops waiting for its servers after the seconds of `--worker-startup-timeout-secs`."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterFailed) as caught:
         start_router([url], "--worker-startup-timeout-secs", "3", timeout=30)

@@ -113,7 +113,7 @@ def check_warm(server: ServerProcess, clock: Callable[[ServerProcess], float]) -
 
 
 def processor_time(server: ServerProcess) -> float:
-    """Seconds of all processes of a server. On an idle machine a request takes as long; a busy one adds nothing."""
+    """Processor time of all processes of a server, in seconds. Unlike wall time, it does not depend on other load."""
     pids = [server.pid, server.engine_pid]
     for task in Path(f"/proc/{server.engine_pid}/task").iterdir():
         pids += map(int, (task / "children").read_text().split())  # the process that compiles grammars
@@ -124,7 +124,7 @@ def num_running(server: ServerProcess) -> int:
     return len(httpx.get(f"{server.url}/v1/requests", timeout=20).json()["data"])
 
 
-def test_a_server_starts_warm_answers_and_ends() -> None:
+def test_server_starts_warm_serves_requests_and_exits() -> None:
     with start_separate_server(*SMALL) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/ready").status_code == 200
@@ -150,7 +150,7 @@ def test_template_failure_at_warm_up_is_reported_to_requests(caplog: pytest.LogC
 
 
 @pytest.mark.long
-def test_a_server_is_warm_where_no_kernel_was_ever_compiled(tmp_path: Path) -> None:
+def test_server_starts_warm_with_an_empty_kernel_cache(tmp_path: Path) -> None:
     with start_separate_server(*SMALL, environment={"NUMBA_CACHE_DIR": str(tmp_path)}, timeout=300) as server:
         check_warm(server, lambda _: time.perf_counter())
         log = server.log()
@@ -183,7 +183,7 @@ def test_sigterm_finishes_open_requests_and_refuses_new_ones() -> None:
             assert json.loads(client.text)["usage"]["completion_tokens"] == 400
 
 
-def test_a_drain_that_takes_too_long_is_cut_short() -> None:
+def test_drain_aborts_requests_after_its_timeout() -> None:
     with start_server(*SMALL, "--drain-timeout", "0.5") as server:
         clients = [Client(server, 1500) for _ in range(3)]
         wait_until(lambda: num_running(server) == 3, 20, "three requests are there")
@@ -267,7 +267,7 @@ def test_server_continued_after_sigstop_keeps_its_engine() -> None:
         assert "no sign of life" not in server.log()
 
 
-def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
+def test_slow_reader_gets_its_whole_response_during_a_drain() -> None:
     """Complete for the server is not yet complete for the client: the last megabytes are in its buffers."""
     body = {"prompt": [5] * 1500, "max_tokens": 4, "prompt_logprobs": 20, "n": 4}
     content = json.dumps(body).encode()
@@ -317,7 +317,7 @@ def test_the_engine_does_not_outlive_the_server() -> None:
         client.join(10)
 
 
-def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
+def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -332,7 +332,7 @@ def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
         assert "Address already in use" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
-def test_a_model_that_is_not_there_is_an_error_before_anything_is_started(tmp_path: Path) -> None:
+def test_missing_model_is_reported_before_any_process_is_started(tmp_path: Path) -> None:
     for model, why in (("/nowhere", "no model directory at /nowhere"), (tmp_path, f"{tmp_path} has no config.json")):
         with pytest.raises(ModelLoadError, match=why):
             run({"model": str(model)}, ServerConfig(port=0), data_parallel_size=2)
@@ -342,7 +342,7 @@ def test_a_model_that_is_not_there_is_an_error_before_anything_is_started(tmp_pa
     assert loading.endswith("loading the model /nowhere") and "no model directory at /nowhere" in error
 
 
-def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
+def test_broken_tokenizer_is_reported_as_the_only_error(tmp_path: Path) -> None:
     """The end of the engine process, which follows from it, is no second error."""
     model = tmp_path / "model"
     shutil.copytree(model_directory("demo") or "", model)
@@ -353,7 +353,7 @@ def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
     assert "SIGKILL" not in str(caught.value) and "out of memory" not in str(caught.value)
 
 
-def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_broken_chat_template_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }")
     command = [sys.executable, "-m", "pointsman", "serve", "--model", "demo", "--port", "0"]
@@ -364,7 +364,7 @@ def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path:
     assert error.startswith(f"pointsman: error: {template}: chat_template cannot be used: unexpected '}}' (line 2); ")
 
 
-def test_url_of_the_socket() -> None:
+def test_url_of_returns_the_address_and_port_of_the_socket() -> None:
     with listening(ServerConfig(port=0)) as sock:
         port = sock.getsockname()[1]
         assert url_of(sock, "127.0.0.1") == f"http://127.0.0.1:{port}"
@@ -401,5 +401,5 @@ def test_valid_chat_template_is_accepted(template: str) -> None:
     check_chat_template(template, "demo")
 
 
-def test_a_chat_template_needs_a_tokenizer_to_be_tried(tmp_path: Path) -> None:
+def test_chat_template_is_not_checked_without_a_tokenizer(tmp_path: Path) -> None:
     check_chat_template("{{ messages | no_such_filter }}", tmp_path)  # prompts will be token ids in any case

@@ -40,17 +40,19 @@ def test_more_engines_than_gpus_are_refused(device: str, monkeypatch: pytest.Mon
     with pytest.raises(ValueError) as caught:
         share_out({"model": "demo", "device": device}, 3)
     assert str(caught.value) == (
-        "data_parallel_size is 3 and PyTorch sees 2 GPU(s) (cuda:0, cuda:1); each engine needs one, so lower it to 2 "
-        "at most, or let CUDA_VISIBLE_DEVICES show more"
+        "data_parallel_size is 3 and PyTorch sees 2 GPU(s) (cuda:0, cuda:1); each engine needs a GPU of its own, so "
+        "lower data_parallel_size to 2, or make more GPUs visible with CUDA_VISIBLE_DEVICES"
     )
     monkeypatch.setattr(shares, "visible_gpus", tuple)
-    with pytest.raises(ValueError, match=r"sees 0 GPU\(s\) \(none\); each engine needs one, so give device cpu, or"):
+    with pytest.raises(
+        ValueError, match=r"sees 0 GPU\(s\) \(none\); each engine needs a GPU of its own, so set device to cpu, or"
+    ):
         share_out({"model": "demo", "device": "cuda"}, 3)
 
 
 def test_one_gpu_for_several_engines_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"device is cuda:1 and data_parallel_size 2; .*: give device cuda, and choose"
+        ValueError, match=r"device is cuda:1 and data_parallel_size is 2; .*: set device to cuda, and select"
     ):
         share_out({"model": "demo", "device": "cuda:1"}, 2)
     assert share_out({"model": "demo", "device": "cuda:1"}, 1)[0].options["device"] == "cuda:1"

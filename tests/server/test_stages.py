@@ -30,7 +30,7 @@ def test_stage_table_in_the_docs_matches_the_code() -> None:
     assert rows == [row(stage) for stage in STAGES]
 
 
-def test_each_refusal_has_a_reason_of_its_own() -> None:
+def test_each_stage_refuses_with_its_own_reason() -> None:
     reasons = [stage.reason for stage in STAGES if stage.reason is not None]
     assert len(set(reasons)) == len(reasons) and set(reasons) <= set(REFUSALS)
 
@@ -54,7 +54,7 @@ def test_stage_limits_have_the_sizes_of_the_configuration() -> None:
         ({"tenant_from": "header:X-Tenant"}, True),
     ],
 )
-def test_tenant_may_hold_all_only_if_it_is_the_only_one(config: dict[str, object], expected: bool) -> None:
+def test_only_a_single_tenant_may_use_a_whole_limit(config: dict[str, object], expected: bool) -> None:
     assert has_tenants(ServerConfig(**config)) is expected  # type: ignore[arg-type]
 
 
@@ -76,12 +76,14 @@ def test_bodies_are_shared_by_tenants_known_before_the_body() -> None:
 def test_refusal_names_the_exhausted_limit_of_tenant_or_server() -> None:
     limit = StageLimits(ServerConfig(max_waiting_requests=99, **KEYS), 1).requests  # type: ignore[arg-type]
     limit.take("alice", 70)
-    with pytest.raises(ApiError, match=r"70 requests of this tenant are open, this would be 10 more, and at most 60"):
+    with pytest.raises(
+        ApiError, match=r"70 requests of this tenant are open, this request would add 10, and the limit is 60"
+    ):
         limit.take("alice", 10)
-    with pytest.raises(ApiError, match=r"70 requests are open, this would be 40 more, and at most 100"):
+    with pytest.raises(ApiError, match=r"70 requests are open, this request would add 40, and the limit is 100"):
         limit.take("bob", 40)
     limit.take("bob", 30)
-    with limit.held("carol", 0):
+    with limit.hold("carol", 0):
         assert limit.total == 100
     assert limit.by_tenant == {"alice": 70, "bob": 30}
 
@@ -90,4 +92,4 @@ def test_stage_without_a_limit_refuses_no_request() -> None:
     limit = StageLimits(ServerConfig(**KEYS), 1).prompt_tokens  # type: ignore[arg-type]
     for _ in range(10):
         limit.take("alice", 10**9)
-    assert limit.size is None and limit.of("alice") == 10**10
+    assert limit.size is None and limit.held_by("alice") == 10**10

@@ -91,7 +91,7 @@ def test_limits_line_shows_configured_limits() -> None:
 
 @pytest.mark.parametrize("name", ["demo", "it's", 'a "b" $c `d`', "naïve \\n"])
 @pytest.mark.parametrize("keys", [(), ("sesame",)])
-def test_curl_is_valid_shell_and_contains_no_key(name: str, keys: tuple[str, ...]) -> None:
+def test_example_curl_is_valid_shell_and_contains_no_key(name: str, keys: tuple[str, ...]) -> None:
     lines = startup_lines([INFO], ServerConfig(served_model_name=(name, "b"), api_keys=keys), URL)
     assert "sesame" not in "\n".join(lines)
     words = shlex.split(lines[-1].partition("try it: ")[2])
@@ -149,7 +149,7 @@ def test_open_line_lists_what_other_machines_may_do(host: str, keys: dict[str, A
             assert part in line
 
 
-def test_shown_url_replaces_wildcard_addresses() -> None:
+def test_logged_url_replaces_wildcard_addresses() -> None:
     assert reachable("http://0.0.0.0:80") == "http://127.0.0.1:80"
     assert reachable("http://[::]:80") == "http://[::1]:80"
     assert reachable("http://example.org:80") == "http://example.org:80"

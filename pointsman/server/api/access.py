@@ -85,7 +85,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             found = find_key(scope, self._keys)
             if found is None:
-                await self._answer(missing_key("a valid API key is missing", "KEY"))(scope, receive, send)
+                await self._answer(missing_key_error("a valid API key is missing", "KEY"))(scope, receive, send)
                 return
             if found < self._num_clients:
                 scope[OWNER] = found
@@ -102,11 +102,11 @@ def find_key(scope: Scope, keys: list[bytes]) -> int | None:
     return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
-def missing_key(what: str, placeholder: str) -> ApiError:
+def missing_key_error(message: str, placeholder: str) -> ApiError:
     """The error 401 for a request without a valid key."""
     return ApiError(
         401,
-        f'{what}; send the header "Authorization: Bearer {placeholder}"',
+        f'{message}; send the header "Authorization: Bearer {placeholder}"',
         headers={"www-authenticate": "Bearer"},
     )
 
@@ -126,7 +126,7 @@ class ServerNames:
         if (name := _bound_name(config.host)) is not None:
             self._names.add(name)
 
-    def refuse_others(self, request: Request, *, any_address: bool = False) -> None:
+    def refuse_unknown_names(self, request: Request, *, any_address: bool = False) -> None:
         """Refuse a request that calls the server by an unknown name.
 
         Args:
@@ -169,7 +169,7 @@ class PageMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and _is_of_browser(scope):
             try:
-                self._names.refuse_others(Request(scope), any_address=True)
+                self._names.refuse_unknown_names(Request(scope), any_address=True)
             except ApiError as error:
                 await self._answer(error)(scope, receive, send)
                 return
@@ -228,14 +228,14 @@ class OperatorRules:
             ApiError: 403, the caller is no operator; 401, no valid key is sent.
         """
         refuse_foreign_pages(request.headers)
-        self.names.refuse_others(request)
+        self.names.refuse_unknown_names(request)
         if self._keys:
             self._refuse_other_keys(request)
         elif self._clients_have_keys:
             raise ApiError(
                 403,
-                "this is for operators, and a client's key is not enough; start the server with --operator-key, and "
-                "send that key",
+                "only operators may call this path, and the key is a client's; start the server with --operator-key, "
+                "and send that key",
             )
         else:
             refuse_other_machines(request)
@@ -256,9 +256,9 @@ class OperatorRules:
             return
         if request.scope.get(OWNER) is not None:
             raise ApiError(
-                403, "this is for operators, and a client's key is not enough; send a key given as --operator-key"
+                403, "only operators may call this path, and the key is a client's; send a key given as --operator-key"
             )
-        raise missing_key("a valid operator key (--operator-key) is missing", "OPERATOR-KEY")
+        raise missing_key_error("a valid operator key (--operator-key) is missing", "OPERATOR-KEY")
 
 
 def refuse_foreign_pages(headers: Headers) -> None:
@@ -272,12 +272,14 @@ def refuse_foreign_pages(headers: Headers) -> None:
     """
     for site in headers.getlist("sec-fetch-site"):
         if site not in ("same-origin", "none"):
-            raise ApiError(403, f"Sec-Fetch-Site is {shown(site)}, and pages of other sites may not do this; use curl")
+            raise ApiError(
+                403, f"Sec-Fetch-Site is {shown(site)}, and pages of other sites may not call this path; use curl"
+            )
     host = headers.get("host", "").lower()
     for origin in headers.getlist("origin"):
         scheme, _, place = origin.partition("://")
         if scheme not in ("http", "https") or place.lower() != host:
-            raise ApiError(403, f"Origin is {shown(origin)}, and pages of other sites may not do this; use curl")
+            raise ApiError(403, f"Origin is {shown(origin)}, and pages of other sites may not call this path; use curl")
 
 
 def refuse_other_machines(request: Request) -> None:
@@ -289,16 +291,18 @@ def refuse_other_machines(request: Request) -> None:
     Raises:
         ApiError: 403.
     """
-    only = "without an operator key only programs on this machine may do this; start the server with --operator-key"
+    only = (
+        "without an operator key only programs on this machine may call this path; start the server with --operator-key"
+    )
     for name in request.headers:
         if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
-            raise ApiError(403, f"the header {shown(name)} shows that a proxy has passed this on, and {only}")
+            raise ApiError(403, f"the header {shown(name)} shows that a proxy forwarded the request, and {only}")
     if not request.headers.get("user-agent"):
         raise ApiError(403, f"User-Agent is missing, as in requests through some routers; send one, as {only}")
     peer = request.client.host if request.client is not None else "unknown"
     address = _address_or_none(peer)
     if address is None or not ip_address(address).is_loopback:
-        raise ApiError(403, f"this comes from the address {shown(peer)}, and {only}")
+        raise ApiError(403, f"the request comes from the address {shown(peer)}, and {only}")
 
 
 def _bound_name(host: str) -> str | None:

@@ -71,10 +71,10 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         max_bytes=config.max_request_bytes,
         max_prompt_tokens=client.info.max_model_len,
         budget=BodyBudget(limits.bodies),
-        tenant_of=service.tenants.of,
+        tenant_of=service.tenants.find_tenant,
         answer=answer,
     )
-    app.add_middleware(ArrivalMiddleware, tenant_of=service.tenants.of)
+    app.add_middleware(ArrivalMiddleware, tenant_of=service.tenants.find_tenant)
     # The outermost middleware: it checks before all others.
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)

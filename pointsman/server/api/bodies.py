@@ -184,7 +184,7 @@ class BodyLimitMiddleware:
             return
         given = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
         if given.isdigit() and int(given[:20]) > self._max_bytes:
-            await self._answer(self._too_large())(scope, receive, send)
+            await self._answer(self._size_error())(scope, receive, send)
             return
         held = HeldBody(self._budget, partial(self._tenant_of, scope))
 
@@ -192,7 +192,7 @@ class BodyLimitMiddleware:
             message = await receive()
             if message["type"] == "http.request" and (body := message.get("body")):
                 if held.num_bytes + len(body) > self._max_bytes:
-                    raise self._too_large()  # raised where the app reads the body; the app sends the response
+                    raise self._size_error()  # raised where the app reads the body; the app sends the response
                 held.add(len(body))
             return message
 
@@ -202,7 +202,7 @@ class BodyLimitMiddleware:
         finally:
             held.release()
 
-    def _too_large(self) -> ApiError:
+    def _size_error(self) -> ApiError:
         return ApiError(
             413,
             f"the body has more than {self._max_bytes} bytes, the maximum of this server; send less",
@@ -222,12 +222,12 @@ def check_numbers(body: bytes) -> None:
     if body.count(b'"') > 2 * MAX_TEXTS:
         num_texts = _without_escapes(body).count(b'"') // 2
         if num_texts > MAX_TEXTS:
-            raise _too_many(num_texts, "texts, names of fields among them", MAX_TEXTS)
+            raise _count_error(num_texts, "texts, names of fields among them", MAX_TEXTS)
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         outside = b"".join(_without_escapes(body).split(b'"')[::2])
         num_containers = outside.count(b"[") + outside.count(b"{")
         if num_containers > MAX_CONTAINERS:
-            raise _too_many(num_containers, "lists and objects", MAX_CONTAINERS)
+            raise _count_error(num_containers, "lists and objects", MAX_CONTAINERS)
 
 
 def check_prompt_lengths(body: Any, limit: int | None) -> None:
@@ -253,7 +253,7 @@ def check_prompt_lengths(body: Any, limit: int | None) -> None:
         if longest > limit:
             raise ApiError(
                 400,
-                f"{name}: a prompt of {longest} token ids, and max_model_len is {limit}; shorten it",
+                f"{name}: a prompt has {longest} token ids, and max_model_len is {limit}; shorten the prompt",
                 param=name,
             )
 
@@ -263,8 +263,8 @@ def _without_escapes(body: bytes) -> bytes:
     return body.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
-def _too_many(number: int, what: str, limit: int) -> ApiError:
-    return ApiError(400, f"the body has {number} {what}, and at most {limit} are read; send less in one request")
+def _count_error(number: int, elements: str, limit: int) -> ApiError:
+    return ApiError(400, f"the body has {number} {elements}, and at most {limit} are read; send less in one request")
 
 
 class StrictRequest(Request):

@@ -58,7 +58,9 @@ def live_router(service: Service, operators: OperatorRules) -> APIRouter:
         """The decisions of an engine's scheduler, until the watcher leaves or the engine ends."""
         if engine >= len(client.engines):
             raise ApiError(
-                400, f"engine is {engine}; this server has {len(client.engines)}, counted from 0", param="engine"
+                400,
+                f"engine is {engine}; this server has {len(client.engines)} engines, numbered from 0",
+                param="engine",
             )
         return WatchedResponse(partial(send_film, engine))
 

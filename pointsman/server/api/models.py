@@ -32,7 +32,10 @@ def models_router(service: Service) -> APIRouter:
     async def show_model(model: Annotated[str, Path(max_length=MAX_PATH)]) -> Response:
         """One name of the model."""
         if model not in service.model_names:
-            raise not_found(f"the model {shown(model)} does not exist; /v1/models lists what there is", "model")
+            raise not_found(
+                f"the model {shown(model)} does not exist; GET /v1/models lists the names of this server's model",
+                "model",
+            )
         return JSONResponse(card(model).model_dump())
 
     return router

@@ -43,8 +43,8 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         found = None if answer_id is None else set(names.find(answer_id, viewer))
         explanations = await service.ask(ExplainAll())
         ids = (one.explanation.request_id for one in explanations)
-        chosen = [names.belongs(one, viewer) and (found is None or one in found) for one in ids]
-        shown_to = partial(names.shown, viewer=viewer)
+        chosen = [names.is_visible(one, viewer) and (found is None or one in found) for one in ids]
+        shown_to = partial(names.visible_name, viewer=viewer)
         return JSONResponse(
             {
                 "object": "list",
@@ -65,7 +65,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         found = names.find(request_id, viewer)
         if len(found) > 1:
             raise ApiError(
-                400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
+                400, f"{len(found)} requests have the id {shown(request_id)}; GET /v1/requests?id=... lists them"
             )
         unknown = not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
         if not found and viewer is not None:  # the engine's explanation would include other clients' requests
@@ -74,7 +74,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
             explanation = await service.ask(Explain(found[0] if found else request_id))
         except UnknownRequest as error:
             raise unknown from error
-        shown_to = partial(names.shown, viewer=viewer)
+        shown_to = partial(names.visible_name, viewer=viewer)
         return JSONResponse(describe(explanation, shown_to, sees_tenants=viewer is None))
 
     @router.post(
@@ -95,7 +95,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         changed = await service.ask(SetPriority(tuple(found), priority))
         if not changed:
             raise not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
-        return JSONResponse({"priority": priority, "requests": [names.shown(one) for one in changed]})
+        return JSONResponse({"priority": priority, "requests": [names.visible_name(one) for one in changed]})
 
     return router
 

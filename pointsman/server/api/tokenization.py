@@ -29,9 +29,9 @@ def tokenization_router(service: Service) -> APIRouter:
         """A response whose JSON `make` returns for the tenant; the work is cancelled when the client disconnects."""
 
         async def work(scope: Scope, send: Send) -> None:
-            with service.gate.inside():
+            with service.gate.admit_request():
                 try:
-                    pieces = await make(service.tenants.of(scope))
+                    pieces = await make(service.tenants.find_tenant(scope))
                 except ValueError as error:
                     raise from_engine(error) from error
                 await send_json(send, pieces)

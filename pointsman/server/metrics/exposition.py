@@ -265,7 +265,7 @@ class _ServerCollector(Collector):
         """Yield every metric of the table. An engine's totals and gauges are left out before the first reading of that
         engine."""
         engines, expected = self._metrics.engines, self._metrics.fleet.expected
-        yield from self._stated(expected)
+        yield from self._stated_metrics(expected)
         # One reading for all metrics, even if another scrape gets a newer one meanwhile.
         read = [(base, engine.stats, engine.client.is_alive) for base, engine in zip(self._bases, engines, strict=True)]
         known = [(base, stats, is_alive) for base, stats, is_alive in read if stats is not None]
@@ -277,9 +277,9 @@ class _ServerCollector(Collector):
                 ]
                 yield self._family(definition, found)
         yield self._family(STATS_AGE, [(self._bases[index], engines[index].stats_age) for index in expected])
-        yield from self._kept()
+        yield from self._kept_metrics()
 
-    def _stated(self, expected: Sequence[int]) -> Iterator[Metric]:
+    def _stated_metrics(self, expected: Sequence[int]) -> Iterator[Metric]:
         clients = [engine.client for engine in self._metrics.engines]
         up = [(self._bases[index], float(clients[index].is_alive)) for index in expected]
         yield self._family(ENGINE_UP, up)
@@ -289,7 +289,7 @@ class _ServerCollector(Collector):
         yield self._info(CACHE_CONFIG_INFO, [cache_labels(client.info) for client in clients])
         yield self._info(ENGINE_INFO, [engine_labels(client.info) for client in clients])
 
-    def _kept(self) -> Iterator[Metric]:
+    def _kept_metrics(self) -> Iterator[Metric]:
         observations = self._metrics.observations
         for definition in HISTOGRAMS:
             family = HistogramMetricFamily(definition.name, definition.meaning, labels=BASE_LABELS)

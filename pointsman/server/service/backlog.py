@@ -3,7 +3,7 @@
     with backlog.enter("alice", num_requests=1) as ticket:      # 429 if too many requests are open
         ticket.add_prompts([512])                               # 429 if too many prompt tokens wait
         ...
-        ticket.first_token(0)                                   # the prompt no longer waits
+        ticket.note_first_token(0)                              # the prompt no longer waits
 
 Requests are counted from arrival to finish. Prompt tokens are counted until the first token: a prompt waits while it is
 queued and during prefill. Without these limits, an overloaded server completes every request too late. Tenants share
@@ -61,8 +61,8 @@ class Backlog:
         if size is not None and num_requests > size:
             raise ApiError(
                 400,
-                f"the request asks for {num_requests} completions (prompts times n), and this server takes {size} "
-                "at once; send fewer in one request",
+                f"the request asks for {num_requests} completions (prompts times n), and this server accepts {size} "
+                "at a time; send fewer in one request",
             )
         self.requests.take(tenant, num_requests, retry_after=lambda: self.retry_after(tenant))
         return Ticket(self, tenant, num_requests)
@@ -143,10 +143,10 @@ class Ticket:
         self._waiting = dict(enumerate(num_tokens))
         backlog._add(tenant, len(num_tokens))
 
-    def first_token(self, prompt: int) -> None:
-        """Count the prompt with index `prompt` as no longer waiting, because the first token of one of its samples has
+    def note_first_token(self, prompt_index: int) -> None:
+        """Count a prompt of the request as no longer waiting, because the first token of one of its samples has
         arrived. Later calls for this prompt have no effect."""
-        if self._waiting.pop(prompt, None) is None:
+        if self._waiting.pop(prompt_index, None) is None:
             return
         backlog, left = self._backlog, min(self._num_tokens, sum(self._waiting.values()))
         backlog.prompt_tokens.give_back(self._tenant, self._num_tokens - left)

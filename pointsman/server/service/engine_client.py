@@ -353,7 +353,7 @@ class EngineClient:
         return f"{name} (process {self.info.pid})" if self.info else name
 
     def _silence_text(self) -> str:
-        silence = self.heartbeat.silence
+        silence = self.heartbeat.seconds_of_silence
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() - silence))
         return f"{silence:.0f} s, since {since}"
 
@@ -412,7 +412,7 @@ class EngineClient:
                 return code
             if kills:
                 self._process.kill()
-        logger.error("%s was killed but does not end; its memory is not free", self._shown_name)
+        logger.error("%s was killed, but its process still runs and keeps its memory", self._shown_name)
         return None
 
     # ------------------------------------------------------------------ the connection
@@ -434,7 +434,7 @@ class EngineClient:
                     else:
                         question.set_exception(error)
             case Beat(patience):
-                self.heartbeat.hear(patience)
+                self.heartbeat.note_sign_of_life(patience)
             case EngineInfo():
                 self.info = message
                 self._ready.set()
@@ -465,7 +465,7 @@ class EngineClient:
             self._end_hung()
             return
         asyncio.get_running_loop().call_later(INTERVAL, self._check_heartbeat)
-        if self.heartbeat.ask():
+        if self.heartbeat.start_question():
             self._pulse_key = next(self._keys)
             self._send(Ask(self._pulse_key, TakePulse()))
 
@@ -474,7 +474,7 @@ class EngineClient:
         was_excused, self._is_excused = self._is_excused, self.is_here and is_traced(self.info.pid)
         if self._is_excused and not was_excused:
             logger.warning(
-                "%s has given no sign of life for %s; a debugger is attached to it, so it is left alone",
+                "%s has given no sign of life for %s; a debugger is attached to it, so it is not killed",
                 self._shown_name,
                 self._silence_text(),
             )

@@ -207,7 +207,7 @@ class EngineFleet:
             self.engines[index].send(group)
 
     def _route(self, streams: Sequence[ClientStream]) -> dict[int, Sequence[ClientStream]]:
-        """The streams by the number of the engine that the router chooses, in order."""
+        """The streams that the router sends to each engine, by the engine's number, in the given order."""
         if self._router is None:
             return {0: streams}
         loads = self._loads()
@@ -292,7 +292,7 @@ class EngineFleet:
             case OneEngineQuestion():
                 if engine not in living:
                     raise EngineStalledError(
-                        f"engine {engine} does not run at the moment; try again later, or another engine"
+                        f"engine {engine} does not run at the moment; try again later, or choose another engine"
                     )
                 return engine
             case RequestQuestion(request_id):
@@ -473,7 +473,7 @@ class EngineFleet:
     def _give_up(self, index: int, why: str) -> None:
         self._starting.pop(index, None)
         if self._max_restarts:
-            logger.error("engine %d stays dead after %d failures", index, self._num_failures[index])
+            logger.error("engine %d is not restarted after %d failures", index, self._num_failures[index])
         if self._starting or any(engine.is_alive for engine in self.engines):
             return
         self._death = why

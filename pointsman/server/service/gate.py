@@ -1,7 +1,7 @@
 """Gate: refuses requests while the server shuts down or after the engine's death, and turns engine errors into
 responses.
 
-with gate.inside():          # 503 while the server shuts down, 500 after the engine's death
+with gate.admit_request():          # 503 while the server shuts down, 500 after the engine's death
     ...                      # a shutdown waits until this block is left, up to a timeout
 """
 
@@ -47,13 +47,13 @@ class Gate:
         self.is_closed = False
         """Whether new requests are refused."""
         self.num_open = 0
-        """Number of requests inside the gate."""
+        """Number of admitted requests whose response is not complete."""
         self._client = client
         self._retry_after = max(1, round(drain_timeout))
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
-    def leave(self) -> None:
+    def announce_shutdown(self) -> None:
         """Report "not ready" from now on, but still accept requests: the server will shut down."""
         self.is_leaving = True
 
@@ -62,7 +62,7 @@ class Gate:
         self.is_leaving = self.is_closed = True
 
     async def wait_empty(self) -> None:
-        """Return when no request is inside the gate."""
+        """Return when no admitted request is open."""
         await self._is_empty.wait()
 
     def check_open(self) -> None:
@@ -72,9 +72,9 @@ class Gate:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
         """
         if self.is_closed and self._client.death is None:
-            raise self.closed()
+            raise self.shutdown_error()
         if not self._client.is_alive:
-            raise self._ended(500)
+            raise self._dead_engine_error(500)
 
     def check_ready(self) -> None:
         """Report whether new requests should be sent here.
@@ -83,15 +83,15 @@ class Gate:
             ApiError: 503: the server shuts down or soon will, or no engine lives.
         """
         if self.is_leaving and self._client.death is None:
-            raise self.closed()
+            raise self.shutdown_error()
         if not self._client.is_alive:
-            raise self._ended(503)
+            raise self._dead_engine_error(503)
         if not self._client.num_alive:
             raise ApiError(503, NONE_LIVES, headers={"retry-after": "5"}, reason="engine_dead")
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Context in which one request is inside the gate.
+    def admit_request(self) -> Iterator[None]:
+        """Context of one admitted request, which counts as open until the context is left.
 
         Raises:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
@@ -108,7 +108,7 @@ class Gate:
 
     # ------------------------------------------------------------------ errors for clients
 
-    def closed(self) -> ApiError:
+    def shutdown_error(self) -> ApiError:
         """The error 503 for a request that the server refuses because it shuts down."""
         return ApiError(
             503,
@@ -116,7 +116,7 @@ class Gate:
             headers={"retry-after": str(self._retry_after)},
         )
 
-    def _ended(self, status: int) -> ApiError:
+    def _dead_engine_error(self, status: int) -> ApiError:
         return ApiError(status, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
 
     def from_engine(self, error: Exception) -> ApiError:
@@ -127,7 +127,7 @@ class Gate:
             Exception: `error` itself, if it is a bug in the server.
         """
         if isinstance(error, EngineDeadError) and self.is_closed and self._client.death is None:
-            return self.closed()
+            return self.shutdown_error()
         return from_engine(error)
 
 

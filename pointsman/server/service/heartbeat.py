@@ -57,7 +57,7 @@ class Heartbeat:
         self._longest = 0.0
         self._mean_step = 0.0
 
-    def hear(self, patience: float = 0.0) -> None:
+    def note_sign_of_life(self, patience: float = 0.0) -> None:
         """Set the silence to 0, because the engine has given a sign of life.
 
         Args:
@@ -65,7 +65,7 @@ class Heartbeat:
         """
         self._silence, self._measured_at, self._patience = 0.0, None, patience
 
-    def ask(self) -> bool:
+    def start_question(self) -> bool:
         """Returns whether to send a question now: False while an earlier question is unanswered. If True, the question
         counts as sent. To be called every `INTERVAL`."""
         if self._is_asked:
@@ -84,7 +84,7 @@ class Heartbeat:
             self._mean_step = self._mean_step if reading.mean_step is None else reading.mean_step
 
     @property
-    def silence(self) -> float:
+    def seconds_of_silence(self) -> float:
         """Seconds without a sign of life while a question is unanswered."""
         return self._measure()
 
@@ -104,15 +104,15 @@ class Heartbeat:
 
     @property
     def is_slow(self) -> bool:
-        """Whether other engines should get new requests instead."""
-        return self.silence > max(SLOW_AFTER, MEAN_STEPS * self._mean_step)
+        """Whether the engine is slow, so that other engines should get new requests instead of it."""
+        return self.seconds_of_silence > max(SLOW_AFTER, MEAN_STEPS * self._mean_step)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether callers should not wait for the engine's answers."""
-        return self.silence > STALLED_AFTER
+        """Whether the engine is stalled, so that callers should not wait for its answers."""
+        return self.seconds_of_silence > STALLED_AFTER
 
     @property
     def is_late(self) -> bool:
-        """Whether the engine counts as dead."""
-        return self._timeout > 0 and self.silence > self.limit
+        """Whether the engine is late, so that it counts as dead."""
+        return self._timeout > 0 and self.seconds_of_silence > self.limit

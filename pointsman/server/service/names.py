@@ -57,28 +57,28 @@ class RequestNames:
         for engine_id in engine_ids:
             self._names.pop(engine_id, None)
 
-    def belongs(self, engine_id: str, viewer: int | None) -> bool:
+    def is_visible(self, engine_id: str, viewer: int | None) -> bool:
         """Whether the viewer may see a request. An operator (None) sees all requests, a client its own unfinished
         ones."""
         name = self._names.get(engine_id)
         return viewer is None if name is None else name.is_for(viewer)
 
-    def shown(self, engine_id: str, viewer: int | None = None) -> str:
+    def visible_name(self, engine_id: str, viewer: int | None = None) -> str:
         """The name that clients know for a request with an engine's id, or this id if the request has just finished.
         `HIDDEN` if the request is another client's.
         """
-        if not self.belongs(engine_id, viewer):
+        if not self.is_visible(engine_id, viewer):
             return HIDDEN
         name = self._names.get(engine_id)
         return engine_id if name is None else name.sample
 
-    def find(self, asked: str, viewer: int | None = None) -> list[str]:
+    def find(self, searched_name: str, viewer: int | None = None) -> list[str]:
         """The engine's ids of the viewer's requests with this name: the id of a response or of a
         sample, or the engine's id."""
-        if asked in self._names:
-            return [asked] if self.belongs(asked, viewer) else []
+        if searched_name in self._names:
+            return [searched_name] if self.is_visible(searched_name, viewer) else []
         return [
             engine_id
             for engine_id, name in self._names.items()
-            if asked in (name.answer, name.sample) and name.is_for(viewer)
+            if searched_name in (name.answer, name.sample) and name.is_for(viewer)
         ]

@@ -64,7 +64,8 @@ class TextPrompts:
         if len(self.value) > MAX_PROMPTS:
             raise ApiError(
                 400,
-                f"{self.field}: a list of {len(self.value)}; at most {MAX_PROMPTS} fit in one request: send several",
+                f"{self.field}: a list of {len(self.value)} prompts; at most {MAX_PROMPTS} are allowed: send several "
+                "requests",
                 param=self.field,
             )
         return len(self.value)
@@ -83,7 +84,7 @@ class TextPrompts:
         if isinstance(parts[0], str):
             return None
         if not all(parts):
-            raise ApiError(400, f"{self.field}: one of them is empty; give one token or more", param=self.field)
+            raise ApiError(400, f"{self.field}: a prompt is empty; give it one token or more", param=self.field)
         return parts  # type: ignore[return-value]  # the protocol has no lists of both
 
     @property
@@ -259,7 +260,9 @@ class PromptReader:
         taken = self._reserved_names.intersection(kwargs)
         if taken:
             name = min(taken)
-            raise ApiError(400, f"chat_template_kwargs: {name} is not for templates; leave it out", param=name)
+            raise ApiError(
+                400, f"chat_template_kwargs: the server sets {name}, not the client; leave it out", param=name
+            )
         messages = [message.as_template_input() for message in body.messages]
         texts = list(_texts([messages, body.tools, body.documents, kwargs]))
         self._check_length(*texts)

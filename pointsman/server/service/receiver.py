@@ -56,7 +56,7 @@ class Receiver(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process bytes from the engine process, in pieces of any length."""
-        self._heartbeat.hear()
+        self._heartbeat.note_sign_of_life()
         for message in self._unpacker.feed(data):
             if isinstance(message, EngineOutputs):
                 self._take(message)

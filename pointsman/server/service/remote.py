@@ -143,7 +143,7 @@ class EngineListener:
         start = replace(
             self._template,
             options={**self._template.options, **arrival.options},
-            record=numbered(self._template.record, index, num_restarts),
+            record=recording_path(self._template.record, index, num_restarts),
             must_record=not num_restarts,
             name=f"engine {index}",
             clock_offset=arrival.clock_offset,
@@ -204,16 +204,16 @@ class EngineListener:
                 token, sent_at, size = _HELLO.unpack(await _receive(sock, _HELLO.size))
                 offset = time.monotonic() - sent_at
                 if token not in self._invited or size > MAX_HELLO_BYTES:
-                    logger.warning("a connection without the token of an engine was closed")
+                    logger.warning("closed a connection that sent no valid token of an engine")
                     return
                 options = pickle.loads(await _receive(sock, size))
             hosting = self._invited.pop(token, None)
             if hosting is not None and (arriving := self._next_waited_for()) is not None:
-                keep_watch(sock)
+                enable_keep_alive(sock)
                 arriving.set_result(_Arrival(sock, offset, options, hosting))
                 taken = True
         except (OSError, TimeoutError, EOFError) as error:
-            logger.warning("a connection that was no engine's was closed: %s", first_line(error))
+            logger.warning("closed a connection that does not come from an engine: %s", first_line(error))
         finally:
             if not taken:
                 sock.close()
@@ -260,7 +260,7 @@ class RemoteProcess:
             self._end(-signal.SIGKILL)
         elif (error := hosting.exception()) is not None:
             if self._code is None:
-                logger.warning("the host of engine %d is gone: %s", self._index, first_line(error))
+                logger.warning("the host of engine %d was lost: %s", self._index, first_line(error))
             self._end(-signal.SIGKILL)
         else:
             self._end(hosting.result())
@@ -290,12 +290,12 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
         connected = await loop.run_in_executor(None, socket.create_connection, address, SECONDS_TO_CONNECT)
     except OSError as error:
         raise ConnectionError(
-            f"cannot connect to the API process at {invitation.host} port {invitation.port}: {error}; engines connect "
-            "to any port there, so let the machines reach each other"
+            f"cannot connect to the API process at {invitation.host} port {invitation.port}: {error}; the port "
+            "is a random free one, so no firewall may block connections from this machine"
         ) from None
     with connected as sock:
         sock.settimeout(None)
-        keep_watch(sock)
+        enable_keep_alive(sock)
         body = pickle.dumps(options)
         sock.sendall(_HELLO.pack(invitation.token, time.monotonic(), len(body)) + body)
         process = start_process(sock, cores)
@@ -306,7 +306,7 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
             process.kill()
 
 
-def keep_watch(sock: socket.socket) -> None:
+def enable_keep_alive(sock: socket.socket) -> None:
     """Set a socket to send written bytes without delay, and to notice a lost peer within `SECONDS_OF_SILENCE`."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -320,7 +320,7 @@ def keep_watch(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def numbered(record: str | None, index: int, num_restarts: int) -> str | None:
+def recording_path(record: str | None, index: int, num_restarts: int) -> str | None:
     """The file of an engine's recording; each start of each engine has a file of its own."""
     if record is None:
         return None
@@ -339,7 +339,7 @@ async def _receive(sock: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = await loop.sock_recv(sock, size - len(data))
         if not part:
-            raise EOFError("it ended before its first message")
+            raise EOFError("the connection ended before its first message")
         data += part
     return bytes(data)
 

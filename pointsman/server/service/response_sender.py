@@ -89,7 +89,7 @@ class Sample:
 
     async def __anext__(self) -> Delta:
         delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
-        self.note(delta)
+        self.note_delta(delta)
         if self._shared is not None:
             await self._share_logprobs(self._shared, delta)
         return delta
@@ -105,7 +105,7 @@ class Sample:
         elif not shared.done():
             shared.set_result(delta.prompt_logprobs)
 
-    def note(self, delta: Delta) -> None:
+    def note_delta(self, delta: Delta) -> None:
         """Count the tokens of a delta that was read, and observe the time of reading."""
         self.choice.num_cached_tokens = delta.num_cached_tokens
         if delta.token_ids:
@@ -121,7 +121,7 @@ class Sample:
             observations.inter_token(now - self._last_time, num_new)
         else:
             observations.first_token(now - self._last_time)
-            self._ticket.first_token(choice.prompt_index)
+            self._ticket.note_first_token(choice.prompt_index)
             self._note_start()
         self._last_time = now
         choice.num_tokens += num_new
@@ -246,7 +246,7 @@ class ResponseSender:
         empty = [output.finish_reason for output in outputs if not output.token_ids and output.embedding is None]
         if len(empty) == len(outputs) or any(output.embedding is not None for output in outputs):
             if "abort" in empty:  # by the server's shutdown; another server may take the request
-                raise self._gate.closed()
+                raise self._gate.shutdown_error()
             if set(empty) == {"deadline"}:
                 raise too_late()
 
@@ -270,7 +270,7 @@ class ResponseSender:
                     if not num_running:  # the last chunk is sent with the end, in one write
                         last_chunk = chunk
                         return
-                if chunk and events.has_room():
+                if chunk and events.can_write_now():
                     events.write_now(chunk)
                 elif chunk:
                     await events.write(chunk)
@@ -325,11 +325,16 @@ def _shortcut_for(sample: Sample, writer: TextWriter, events: EventStream) -> Sh
 
     The function returns False for the first token: `plain_chunk` returns None until the task has written a chunk.
     """
-    choice, plain_chunk, has_room, write_now = sample.choice, writer.plain_chunk, events.has_room, events.write_now
+    choice, plain_chunk, can_write_now, write_now = (
+        sample.choice,
+        writer.plain_chunk,
+        events.can_write_now,
+        events.write_now,
+    )
     note_tokens = sample.note_tokens
 
     def send_now(text: str, token_ids: list[int], num_cached_tokens: int) -> bool:
-        if not has_room() or (chunk := plain_chunk(choice, text)) is None:
+        if not can_write_now() or (chunk := plain_chunk(choice, text)) is None:
             return False
         choice.num_cached_tokens = num_cached_tokens
         if token_ids:

@@ -61,7 +61,7 @@ class Sending:
         """
         params = streams[0].request.params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:  # for all samples alike
-            with self._grammars.held(tenant, 1):
+            with self._grammars.hold(tenant, 1):
                 await self._client.queue(streams)
             return
         for first in range(0, len(streams), MAX_TOGETHER):

@@ -132,13 +132,13 @@ class Service:
         return WatchedResponse(lambda scope, send: self._run(job, scope, send))
 
     async def _run(self, job: Job, scope: Scope, send: Send) -> None:
-        with self.gate.inside():
+        with self.gate.admit_request():
             self.check_model(job.body.model)
             check_urgency(job.body.priority, job.ttft_target, self.client.info, self.config)
             check_retention(job.body.retention, self.client.info, self.config)
             if isinstance(job.plan, SamplingPlan):
                 check_limits(job.plan.body, job.plan.n, job.plan.logprobs, self.config)
-            client = Client(scope.get(OWNER), self.tenants.of(scope, job.body.user))
+            client = Client(scope.get(OWNER), self.tenants.find_tenant(scope, job.body.user))
             num_samples = job.prompts.count() * job.plan.n
             with self.backlog.enter(client.tenant, num_samples) as ticket:
                 async with ResponseSender(self.gate, self._observations, ticket, job.deadline(self.config)) as sender:

@@ -36,7 +36,7 @@ class TenantRule:
         self._header = header
         self._header_name = header.lower().encode("ascii")
 
-    def of(self, scope: Scope, user: str | None = None) -> str:
+    def find_tenant(self, scope: Scope, user: str | None = None) -> str:
         """The tenant of a request; "" if clients have no keys and nothing else names the tenant.
 
         Args:

@@ -138,7 +138,7 @@ class TextWork:
         return Text(self.limit, thread, tenant, size)
 
     def _retry_after(self, tenant: str) -> int:
-        held = self.limit.of(tenant) or self.limit.total
+        held = self.limit.held_by(tenant) or self.limit.total
         return retry_seconds(held / CHARACTERS_PER_SECOND)
 
 

@@ -54,7 +54,7 @@ def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, co
             raise ApiError(
                 400,
                 f"ttft_target is {ttft_target:g} s, and this server has the order {info.scheduler.get('order')}, which "
-                "reads none; leave it out, or start the server with order earliest-ttft",
+                "ignores targets; leave it out, or start the server with order earliest-ttft",
                 param=TTFT_TARGET,
             )
         shortest = config.min_ttft_target
@@ -78,7 +78,7 @@ def check_retention(retention: float | None, info: EngineInfo, config: ServerCon
         raise ApiError(
             400,
             f"retention is {retention:g} s, and this server has the eviction policy {info.scheduler.get('eviction')}, "
-            "which reads none; leave it out, or start the server with eviction retention",
+            "which ignores it; leave it out, or start the server with eviction retention",
             param=RETENTION,
         )
     if retention > config.max_retention:
@@ -98,7 +98,7 @@ def check_priority_is_read(priority: int, info: EngineInfo) -> None:
     if priority and PRIORITY not in fields_read(info.scheduler):
         raise ApiError(
             400,
-            f"priority is {priority}, and this server has the order {info.scheduler.get('order')}, which reads none; "
+            f"priority is {priority}, and this server has the order {info.scheduler.get('order')}, which ignores it; "
             "leave it 0, or start the server with order priority",
             param=PRIORITY,
         )

@@ -78,7 +78,8 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -> dict[str, Any]:
-    """The token counts of a request; each prompt counts once, for any number of samples.
+    """The JSON field `usage` of a response: numbers of prompt tokens and generated tokens. The tokens of a prompt are
+    counted once, also if the prompt has several samples.
 
     Args:
         choices: all or some choices of the response.

@@ -134,7 +134,7 @@ class Pool:
                 break  # the other connections began to wait later
         return None
 
-    def late(self, now: float) -> list[Connection]:
+    def overdue(self, now: float) -> list[Connection]:
         """The connections that have waited too long."""
         found = []
         for wait, waiting in self._waiting.items():
@@ -244,7 +244,10 @@ class Connections:
         if self._per_address is not None and len(self._by_network.get(network, ())) >= self._per_address:
             idle = (one for one in self._by_network[network] if one.place and one.place.wait <= Wait.HEADERS)
             if (oldest := next(idle, None)) is None:
-                logger.warning("an address has %d connections in use, and gets no more", self._per_address)
+                logger.warning(
+                    "an address has %d connections in use, the maximum for one address: its new connections are closed",
+                    self._per_address,
+                )
                 return None
             self._close(oldest, "replaced")
         if self._has_free_place(self._ordinary):
@@ -264,7 +267,9 @@ class Connections:
             if wait is Wait.REQUEST and replaced.has_output():
                 self.wait(replaced, Wait.READER)  # the client has not read the end of its last response
                 continue
-            logger.warning("there are %d connections, the maximum: waiting ones are closed", self.num_open)
+            logger.warning(
+                "all %d connections are in use: a new connection closes one that waits for its client", self.num_open
+            )
             self._close(replaced, "replaced")
             return True
         return False
@@ -272,7 +277,7 @@ class Connections:
     def _close_late(self) -> None:
         now = self._clock()
         for pool in (self._ordinary, self._reserve):
-            for connection in pool.late(now):
+            for connection in pool.overdue(now):
                 self._close(connection, "late")
         again = self.num_open > 0
         self._sweep = asyncio.get_running_loop().call_later(SECONDS_BETWEEN_SWEEPS, self._close_late) if again else None
@@ -324,14 +329,16 @@ def size_for(max_connections: int | None, num_files: int) -> int:
     wanted = MIN_CONNECTIONS if max_connections is None else max_connections
     if num_left < wanted:
         raise ValueError(
-            f"this process may open {num_files} files, which is enough for {max(0, num_left)} connections, and "
-            f"max_connections is {'at least ' if max_connections is None else ''}{wanted}; raise the limit (ulimit -n)"
+            f"this process may open {num_files} files, which is enough for {max(0, num_left)} connections, but "
+            f"{'the server needs at least ' if max_connections is None else 'max_connections is '}{wanted}; raise the "
+            "limit of open files (ulimit -n)"
         )
     if max_connections is not None:
         return max_connections
     if num_left < DEFAULT_CONNECTIONS:
         logger.warning(
-            "this process may open %d files, so it keeps %d connections; raise the limit (ulimit -n) for up to %d",
+            "this process may open %d files, so the server accepts %d connections; raise the limit of open files "
+            "(ulimit -n) to allow up to %d",
             num_files,
             num_left,
             DEFAULT_CONNECTIONS,

@@ -10,7 +10,7 @@
 - A pipelined request (sent before the last response is complete) is not read. The connection is closed after that
   response, and the client sends the request again on another connection, as HTTP/1.1 provides.
 
-- A streamed response may be written without a task, see `has_room` and `write_now`.
+- A streamed response may be written without a task, see `can_write_now` and `write_now`.
 
 uvicorn stops reading while a pipelined request waits, and would not notice that the client is gone. Here a connection
 is read until it ends, and a request is aborted immediately when its client hangs up.
@@ -192,7 +192,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
         # The app's task begins in the next iteration of the loop, so the task sees this value.
         self.scope["extensions"] = {
-            WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write_now": partial(write_now, self.cycle)}
+            WRITE_NOW: {
+                "can_write_now": partial(can_write_now, self.cycle),
+                "write_now": partial(write_now, self.cycle),
+            }
         }
 
     def on_body(self, body: bytes) -> None:
@@ -320,7 +323,7 @@ def _always_true() -> bool:
     return True
 
 
-def has_room(cycle: RequestResponseCycle) -> bool:
+def can_write_now(cycle: RequestResponseCycle) -> bool:
     """Whether a part of a streamed response's body can be written without waiting: the headers have been sent, the end
     of the body has not, and the transport's buffer is not full.
     """
@@ -335,5 +338,6 @@ def has_room(cycle: RequestResponseCycle) -> bool:
 
 
 def write_now(cycle: RequestResponseCycle, piece: bytes) -> None:
-    """Write a non-empty part of a body directly, bypassing task and middleware; to be called only while `has_room`."""
+    """Write a non-empty part of a body directly, bypassing task and middleware; to be called only while `can_write_now`
+    returns True."""
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

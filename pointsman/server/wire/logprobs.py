@@ -55,18 +55,18 @@ class Logprobs:
     """Texts of the tokens."""
 
     @classmethod
-    def of(
+    def from_entries(
         cls,
         entries: Iterable[TokenLogprobs | None],
         piece_of: Callable[[int], Piece],
-        own: Iterable[Piece] = (),
+        token_pieces: Iterable[Piece] = (),
     ) -> Logprobs:
         """The columns of the engine's log probabilities.
 
         Args:
             entries: the engine's arrays, one entry per position.
             piece_of: returns the text of a token that follows other text.
-            own: the text of the token at each position, as it is after the tokens before it.
+            token_pieces: the text of each position's own token, as it continues the text before it.
         """
         made = cls()
         for entry in entries:
@@ -84,7 +84,7 @@ class Logprobs:
             made.values += values
             made.ranks += ranks
         made.pieces = list(map(piece_of, made.token_ids))
-        for place, piece in zip(made.positions(), own, strict=False):
+        for place, piece in zip(made.positions(), token_pieces, strict=False):
             made.pieces[place.start] = piece
         return made
 
@@ -146,7 +146,7 @@ class TextPlaces:
         self._at = 0
         self._is_complete = is_last
 
-    def knows(self, piece: Piece) -> bool:
+    def is_place_known(self, piece: Piece) -> bool:
         """Whether enough text has arrived to know the offset of the next token, which is `piece`."""
         num_needed = self._at + len(self._added) + self._breaks_off(piece)
         return self._is_complete or num_needed <= len(self._text)
@@ -269,7 +269,7 @@ class LogprobWriter:
         for token_id, piece, place in zip(unplaced.token_ids, unplaced.pieces, logprobs.positions(), strict=True):
             offset = next(known, None)
             if offset is None:
-                if not places.knows(piece):
+                if not places.is_place_known(piece):
                     break
                 offset = places.place(piece)
             num_written += 1

@@ -289,7 +289,10 @@ class Unpacker:
         while len(buffer) - start >= _HEAD.size:
             (length,) = _HEAD.unpack_from(buffer, start)
             if length > MAX_FRAME:
-                raise ValueError(f"a frame of {length} bytes; the limit is {MAX_FRAME}")
+                raise ValueError(
+                    f"a message has {length} bytes, but at most {MAX_FRAME} are allowed: the sender is not a Pointsman "
+                    "process"
+                )
             end = start + _HEAD.size + length
             if end > len(buffer):
                 break

@@ -86,7 +86,7 @@ class AtMost:
     def _check(self, value: Any) -> Any:
         if isinstance(value, (list, dict)) and len(value) > self.count:
             kind = "a list" if isinstance(value, list) else "an object"
-            why = f"{kind} of {len(value)}, and at most {self.count} are possible; {self.remedy}"
+            why = f"{kind} of {len(value)} elements, and at most {self.count} are allowed; {self.remedy}"
             raise PydanticCustomError("bounded", "{why}", {"why": why})
         return value
 
@@ -325,9 +325,11 @@ class SamplingFields(_Refusing):
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "stream_options: only with stream true; set it, or leave them out")
+            raise refusal(
+                "stream_options", "stream_options: requires stream true; set stream to true, or leave them out"
+            )
         if self.stream and self.prompt_logprobs:
-            raise refusal("prompt_logprobs", "prompt_logprobs: not in streams; set stream to false")
+            raise refusal("prompt_logprobs", "prompt_logprobs: not supported in streams; set stream to false")
         return self
 
 
@@ -394,9 +396,9 @@ class CompletionRequest(SamplingFields):
         if not self.prompt:
             raise refusal("prompt", "prompt: it is empty; give text of one character or more, or token ids")
         if self.best_of is not None and self.best_of > self.n:
-            raise refusal("best_of", f"best_of: {self.best_of} is more than n {self.n}; leave it out")
+            raise refusal("best_of", f"best_of: {self.best_of} is more than n, which is {self.n}; leave best_of out")
         if self.max_tokens == 0 and not self.echo:
-            raise refusal("max_tokens", "max_tokens: 0 asks for nothing; give 1 or more, or set echo")
+            raise refusal("max_tokens", "max_tokens: 0 requests no token; give 1 or more, or set echo to true")
         return self
 
 
@@ -434,7 +436,7 @@ class Message(ProtocolModel):
     @model_validator(mode="after")
     def _check_content(self) -> Message:
         if self.content is None and self.tool_calls is None:
-            raise refusal("messages", f"messages: one of role {self.role} has no content; give text")
+            raise refusal("messages", f"messages: a message of role {self.role} has no content; give it text")
         return self
 
     def as_template_input(self) -> dict[str, Any]:
@@ -488,7 +490,7 @@ class ChatFields(_Refusing):
             contents = (message.get("content") for message in messages if isinstance(message, dict))
             count = sum(len(content) for content in contents if isinstance(content, list))
             if count > MAX_PARTS:
-                why = f"messages: {count} content parts, and at most {MAX_PARTS} are possible; join their texts"
+                why = f"messages: {count} content parts, and at most {MAX_PARTS} are allowed; join their texts"
                 raise refusal("messages", why)
         return data
 
@@ -499,7 +501,7 @@ class ChatFields(_Refusing):
             if data.get("add_generation_prompt"):
                 raise refusal(
                     "continue_final_message",
-                    "continue_final_message: not together with add_generation_prompt; set one of them to false",
+                    "continue_final_message: cannot be combined with add_generation_prompt; set one of them to false",
                 )
             return {**data, "add_generation_prompt": False}
         return data
@@ -507,7 +509,9 @@ class ChatFields(_Refusing):
     @model_validator(mode="after")
     def _check_special_tokens(self) -> ChatFields:
         if self.add_special_tokens:
-            raise refusal("add_special_tokens", "add_special_tokens: the chat template writes them; leave it false")
+            raise refusal(
+                "add_special_tokens", "add_special_tokens: the chat template adds the special tokens; leave it false"
+            )
         return self
 
 
@@ -529,15 +533,15 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     @model_validator(mode="after")
     def _check_together(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
-            raise refusal("top_logprobs", "top_logprobs: only with logprobs true; set it, or leave them out")
+            raise refusal("top_logprobs", "top_logprobs: requires logprobs true; set logprobs to true, or leave it out")
         if self.modalities is not None and set(self.modalities) - {"text"}:
-            raise refusal("modalities", 'modalities: answers are text only; send ["text"], or leave it out')
+            raise refusal("modalities", 'modalities: responses are text only; send ["text"], or leave it out')
         if self.tool_choice not in (None, "none") or (self.tools and self.tool_choice is None):
             choice = self.tool_choice if isinstance(self.tool_choice, str) else "a function or auto"
             raise refusal(
                 "tool_choice",
-                f'tool_choice: {choice} needs tool calls to be parsed, which is not done here; send "none" to have the '
-                "tools shown to the model and read its text, or leave the tools out",
+                f'tool_choice: {choice} requires tool calls to be parsed, which this server cannot; send "none" to '
+                "show the tools to the model and get its text, or leave the tools out",
             )
         return self
 

@@ -2,7 +2,7 @@
 
 An event is sent in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader costs
 the memory of the transport's buffer and one delta, into which later deltas are merged. While the transport is not full
-(`has_room`), `write_now` writes without a task. The server's own protocol offers both functions to the app, see
+(`can_write_now`), `write_now` writes without a task. The server's own protocol offers both functions to the app, see
 `http.py`.
 """
 
@@ -15,7 +15,7 @@ from starlette.types import Scope, Send
 
 WRITE_NOW = "pointsman.write_now"
 """Name of the ASGI extension by which a protocol offers to write a part of a body without waiting: `write_now` may be
-called while `has_room` returns True."""
+called while `can_write_now` returns True."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
@@ -37,11 +37,11 @@ class EventStream:
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
         extensions = (scope or {}).get("extensions") or {}
-        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write_now": None})
-        self.has_room: Callable[[], bool] = offered["has_room"]
+        offered = extensions.get(WRITE_NOW, {"can_write_now": lambda: False, "write_now": None})
+        self.can_write_now: Callable[[], bool] = offered["can_write_now"]
         """Returns whether events can be written without waiting."""
         self.write_now: Callable[[bytes], None] = offered["write_now"]
-        """Writes events without waiting; to be called only while `has_room` returns True."""
+        """Writes events without waiting; to be called only while `can_write_now` returns True."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 

@@ -137,7 +137,7 @@ def flat(routes: Iterable[Any]) -> Iterator[Any]:
 
 
 @pytest.mark.e2e
-def test_every_route_is_in_the_list() -> None:
+def test_access_table_lists_every_route() -> None:
     async def run(client: EngineClient) -> None:
         app: FastAPI = create_app(EngineFleet([client]), ServerConfig())
         found = {(method, route.path.replace(":path}", "}")) for route in flat(app.routes) for method in route.methods}
@@ -167,7 +167,7 @@ def status_of(who: str, keys: str, key: str | None) -> int | None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", CONFIGS)
-def test_each_endpoint_asks_for_its_key(keys: str) -> None:
+def test_each_endpoint_requires_the_kind_of_key_in_the_access_table(keys: str) -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for key, (method, path, who) in itertools.product([None, "wrong-key", CLIENT, OPERATOR], ENDPOINTS):
             answer = await ask(http, method, path, bearer_of(key))
@@ -190,7 +190,7 @@ def test_each_endpoint_asks_for_its_key(keys: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", CONFIGS)
-def test_the_description_says_which_key(keys: str) -> None:
+def test_openapi_description_states_the_key_of_each_endpoint(keys: str) -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         key = {"client keys": CLIENT, "both": OPERATOR}.get(keys)
         description = (await http.get("/openapi.json", headers=bearer_of(key))).json()
@@ -292,7 +292,7 @@ def test_invalid_keys_are_refused(value: bytes) -> None:
     assert (b"www-authenticate", b"Bearer") in sent[0]["headers"]
 
 
-def test_missing_header_is_refused() -> None:
+def test_request_without_authorization_header_is_refused() -> None:
     assert call(guarded("first"))[0]["status"] == 401
 
 
@@ -333,7 +333,7 @@ def test_operator_key_is_valid_for_client_paths() -> None:
         assert call(app, headers=bearer(b"Bearer " + key))[0]["status"] == 200
 
 
-def test_the_scope_has_the_index_of_a_clients_key_and_no_key() -> None:
+def test_asgi_scope_has_the_index_of_the_api_key_but_not_the_key() -> None:
     scopes: list[Any] = []
 
     async def notes(scope: Any, receive: Any, send: Any) -> None:
@@ -466,7 +466,7 @@ OPEN = [(method, path) for method, path, who in ENDPOINTS if who == "open"]
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", CONFIGS)
 @pytest.mark.parametrize(("settings", "names", "others"), HOSTS, ids=[str(case[0]) for case in HOSTS])
-def test_without_keys_pages_reach_client_endpoints_only_by_known_names(
+def test_without_keys_browser_requests_need_a_known_host_name(
     settings: dict[str, Any], names: list[str], others: list[str], keys: str
 ) -> None:
     """A page's own name may resolve to this server (DNS rebinding); to the browser the server is then the same site."""
@@ -512,7 +512,7 @@ def test_page_with_unknown_host_reaches_only_open_paths() -> None:
 
 
 @pytest.mark.e2e
-def test_called_address_is_a_known_name_of_a_wildcard_server() -> None:
+def test_server_on_all_networks_accepts_the_called_address_as_host() -> None:
     async def run(client: EngineClient) -> None:
         app = create_app(EngineFleet([client]), ServerConfig(host="0.0.0.0"))
         for address, host, status in (
@@ -611,7 +611,7 @@ def test_operator_key_works_remotely_and_through_a_proxy(keys: str) -> None:
 
 
 @pytest.mark.e2e
-def test_a_client_sees_its_own_requests_and_an_operator_all() -> None:
+def test_client_sees_only_its_own_requests_and_operator_sees_all() -> None:
     keys = {"api_keys": ("key-a", "key-b"), "operator_keys": (OPERATOR,)}
     a, b, operator = bearer_of("key-a"), bearer_of("key-b"), bearer_of(OPERATOR)
 
@@ -688,7 +688,7 @@ def own_address() -> str | None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", [(), ("--operator-key", OPERATOR)])
-def test_wildcard_server_knows_its_addresses_and_callers(keys: tuple[str, ...]) -> None:
+def test_server_on_all_networks_checks_host_name_and_caller_address(keys: tuple[str, ...]) -> None:
     with start_server("--model", "demo", "--num-blocks", "64", "--host", "0.0.0.0", *keys) as server:
 
         def status(place: str, **headers: str) -> int:

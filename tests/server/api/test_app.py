@@ -60,7 +60,7 @@ def test_the_model_is_listed_by_its_name(http: httpx.Client) -> None:
     assert error_of(http.get("/v1/models/other/one"), 404)["type"] == "NotFoundError"
 
 
-def test_tokens_and_text_are_each_others_inverse(http: httpx.Client) -> None:
+def test_detokenize_reverses_tokenize(http: httpx.Client) -> None:
     answer = TokenizeResponse.model_validate(
         http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
     )
@@ -72,7 +72,7 @@ def test_tokens_and_text_are_each_others_inverse(http: httpx.Client) -> None:
     assert http.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
 
 
-def test_tokens_outside_the_vocabulary_have_no_text(http: httpx.Client) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(http: httpx.Client) -> None:
     error_of(http.post("/detokenize", json={"tokens": [2**31 - 1]}), 400)
     error_of(http.post("/v1/completions", json={"prompt": [2**31 - 1]}), 400)
 
@@ -146,7 +146,7 @@ def test_bodies_of_other_types_than_json_are_refused(http: httpx.Client, content
     assert fine.status_code == 200
 
 
-def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
+def test_unknown_paths_and_methods_get_errors_in_the_common_form(http: httpx.Client) -> None:
     assert error_of(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
     response = http.get("/v1/completions")
     error_of(response, 405)
@@ -156,7 +156,7 @@ def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
 def test_invalid_request_headers_get_400(http: httpx.Client) -> None:
     for headers in ({"X-Request-Deadline": "soon"}, {"X-Request-Deadline": "0"}, {"X-Request-Deadline": "nan"}):
         error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=headers), 400)
-    for target, words in (("0", "greater than 0"), ("soon", "valid number"), ("2", "order fcfs, which reads none")):
+    for target, words in (("0", "greater than 0"), ("soon", "valid number"), ("2", "order fcfs, which ignores")):
         for path, body in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
             response = http.post(f"/v1/{path}", json=body, headers={"X-Request-TTFT-Target": target})
             assert words in error_of(response, 400)["message"]
@@ -164,7 +164,7 @@ def test_invalid_request_headers_get_400(http: httpx.Client) -> None:
     error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=odd), 400)
 
 
-def test_too_long_prompt_is_refused_with_the_numbers(http: httpx.Client) -> None:
+def test_too_long_prompt_is_refused_with_its_length_and_the_limit(http: httpx.Client) -> None:
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
     message = error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)["message"]
     assert str(length) in message and str(length - 1) in message
@@ -173,7 +173,7 @@ def test_too_long_prompt_is_refused_with_the_numbers(http: httpx.Client) -> None
     error_of(http.post("/v1/completions", json={"prompt": "a", "n": 17}), 400)
 
 
-def test_description_has_the_possible_responses(http: httpx.Client) -> None:
+def test_openapi_description_lists_the_possible_responses(http: httpx.Client) -> None:
     description = http.get("/openapi.json").json()
     text = json.dumps(description)
     assert "422" not in text and "HTTPValidationError" not in text
@@ -364,7 +364,7 @@ def test_two_requests_with_one_id_are_both_served() -> None:
     with_app(test)
 
 
-def test_silent_engine_delays_no_question_beyond_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_to_a_stopped_engine_fail_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.service.service.ENGINE_TIMEOUT", 0.3)
 
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:

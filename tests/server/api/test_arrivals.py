@@ -54,7 +54,7 @@ def test_requests_per_loop_iteration_are_limited() -> None:
     asyncio.run(run())
 
 
-def test_tenants_begin_requests_in_turn() -> None:
+def test_arriving_requests_are_started_in_turn_by_tenant() -> None:
     async def run() -> None:
         door = Door()
         tasks = [door.send("a") for _ in range(MANY)]
@@ -96,7 +96,7 @@ def test_cancelled_arrival_does_not_block_others() -> None:
     asyncio.run(run())
 
 
-def test_request_with_invalid_tenant_header_begins() -> None:
+def test_request_with_invalid_tenant_header_reaches_the_app() -> None:
     def broken(_: Scope) -> str:
         raise ApiError(400, "the header X-Tenant occurs 2 times; send it once")
 

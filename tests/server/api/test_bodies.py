@@ -81,7 +81,7 @@ def held_body(budget: BodyBudget, tenant: str = "") -> HeldBody:
     return HeldBody(budget, lambda: tenant)
 
 
-def test_a_body_of_the_limit_is_read() -> None:
+def test_body_of_exactly_the_maximum_size_is_read() -> None:
     assert call(limited(6), body=[b"abc", b"def"])[1]["body"] == b"6"
 
 
@@ -109,7 +109,7 @@ def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_free_bytes")
-def test_bodies_share_a_budget() -> None:
+def test_bodies_of_all_requests_share_one_budget() -> None:
     budget = BodyBudget(bodies_limit(10))
     open_ones: list[int] = []
 
@@ -118,7 +118,7 @@ def test_bodies_share_a_budget() -> None:
         open_ones.append(budget.num_bytes)
         with pytest.raises(ApiError) as caught:
             held_body(budget).add(10 - budget.num_bytes + 1)
-        assert caught.value.status_code == 429 and "at most 10" in caught.value.detail
+        assert caught.value.status_code == 429 and "the limit is 10" in caught.value.detail
         assert (caught.value.headers or {})["connection"] == "close"
 
     app = middleware(reads_and_waits, 8, budget)
@@ -168,7 +168,7 @@ def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
     assert budget.num_bytes == 1000
 
 
-def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_memory_is_returned_to_the_system_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is returned after a delay, as the caller may still refer to the bytes."""
     trimmed: list[bool] = []
     monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
@@ -198,7 +198,7 @@ def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("body", [b"[" + b"[]," * 90_000 + b"0]", b"[" + b"[]," * 90_000 + b"!]"])
-def test_no_collector_runs_while_a_body_is_parsed(body: bytes) -> None:
+def test_garbage_collection_is_off_while_a_body_is_parsed(body: bytes) -> None:
     async def receive() -> Message:
         return {"type": "http.request", "body": body}
 
@@ -224,7 +224,7 @@ def refused(body: bytes) -> str:
     return str(caught.value.detail)
 
 
-def test_strings_and_containers_are_counted_before_parsing() -> None:
+def test_json_strings_and_containers_are_counted_before_parsing() -> None:
     texts = json.dumps({str(number): 1 for number in range(MAX_TEXTS + 1)}).encode()
     assert f"{MAX_TEXTS + 1} texts" in refused(texts)
     check_numbers(json.dumps({str(number): 1 for number in range(MAX_TEXTS)}).encode())
@@ -236,14 +236,14 @@ def test_strings_and_containers_are_counted_before_parsing() -> None:
 @pytest.mark.parametrize(
     "text", ['"' * 250_000, "\\" * 300_000, '\\"' * 200_000, "[{" * 300_000, '["\\' * 200_000, "é\n" * 100_000]
 )
-def test_brackets_inside_strings_do_not_count(text: str) -> None:
+def test_brackets_inside_strings_are_not_counted_as_containers(text: str) -> None:
     body = json.dumps({"prompt": text, "other": [text]}).encode()
     check_numbers(body)
     unescaped = json.dumps({"prompt": text}, ensure_ascii=False).encode()
     check_numbers(unescaped)
 
 
-def test_escaped_quotes_do_not_hide_strings() -> None:
+def test_strings_after_escaped_quotes_are_counted() -> None:
     """A string may end with an escaped backslash: the quotation mark after it ends the string."""
     body = json.dumps({f"{number}\\": 1 for number in range(MAX_TEXTS + 1)}).encode()
     assert f"{MAX_TEXTS + 1} texts" in refused(body)
@@ -295,7 +295,7 @@ JSON = (b"content-type", b"application/json")
         ([(b"content-type", b"text/plain")], [b'{"text": "a"}'], 400, False),
     ],
 )
-def test_direct_call_gives_the_same_response_as_fastapi(
+def test_direct_call_of_an_endpoint_responds_as_fastapi_does(
     headers: list[tuple[bytes, bytes]],
     body: list[bytes],
     status: int,

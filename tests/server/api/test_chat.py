@@ -27,7 +27,7 @@ def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def test_an_answer_has_a_role_and_a_text(client: Any) -> None:
+def test_chat_completion_has_a_role_and_a_text(client: Any) -> None:
     found = client.chat.completions.create(**GREEDY)
     assert found.object == "chat.completion" and found.id.startswith("chatcmpl-")
     (choice,) = found.choices
@@ -52,7 +52,7 @@ def test_stream_begins_with_role_and_equals_the_whole_response(client: Any) -> N
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == seen[-1].usage.completion_tokens
 
 
-def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
+def test_fast_path_writes_the_same_chunks_as_the_general_path(http: httpx.Client) -> None:
     """A faster function writes plain chunks, as most chunks are plain."""
     found = http.post("/v1/chat/completions", json={**GREEDY, "stream": True}).text.split("\n\n")[:-2]
     role, full, *plain, _ = [json.loads(one.removeprefix("data: ")) for one in found]
@@ -62,7 +62,7 @@ def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
         assert one == {**full, "choices": [{**full["choices"][0], "delta": {"content": text}}]}
 
 
-def test_the_clients_own_accumulation_of_a_stream_works(client: Any) -> None:
+def test_openai_client_can_accumulate_a_stream(client: Any) -> None:
     whole = client.chat.completions.create(**GREEDY).choices[0].message.content
     stop = whole[5:8]
     with client.chat.completions.stream(**GREEDY, stop=stop) as stream:  # which refuses an end for lack of tokens
@@ -70,7 +70,7 @@ def test_the_clients_own_accumulation_of_a_stream_works(client: Any) -> None:
     assert final.choices[0].message.content == whole[: whole.index(stop)]
 
 
-def test_n_answers_are_streamed_by_index(client: Any) -> None:
+def test_n_choices_are_streamed_by_index(client: Any) -> None:
     ask = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 3}
     whole = [choice.message.content for choice in client.chat.completions.create(**ask).choices]
     assert len(set(whole)) > 1
@@ -83,7 +83,7 @@ def test_n_answers_are_streamed_by_index(client: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_have_the_most_likely_tokens(client: Any, stream: bool) -> None:
+def test_log_probabilities_include_the_most_likely_tokens(client: Any, stream: bool) -> None:
     ask = {**GREEDY, "logprobs": True, "top_logprobs": 3}
     if stream:
         seen = list(client.chat.completions.create(**ask, stream=True))
@@ -162,7 +162,7 @@ def test_reserved_template_arguments_are_refused(http: httpx.Client) -> None:
     post(http, chat_template_kwargs={"no name": 1, "cls": 1, "template": 1, "context": 1, "source": 1, "": 1})
 
 
-def test_errors_are_the_clients_exceptions(client: Any) -> None:
+def test_openai_client_raises_its_own_exception_for_each_error(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(**{**GREEDY, "model": "other"})
     assert missing.value.body["type"] == "NotFoundError" and missing.value.body["param"] == "model"

@@ -49,7 +49,7 @@ def test_completion_has_text_usage_and_finish_reason(client: Any) -> None:
     assert found.usage.total_tokens == found.usage.prompt_tokens + 12
 
 
-def test_defaults_are_sixteen_tokens_and_the_served_model(http: httpx.Client) -> None:
+def test_completion_defaults_are_16_tokens_and_the_served_model(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": PROMPT})
     assert response.json()["usage"]["completion_tokens"] <= 16
     assert response.json()["model"] == "demo"
@@ -65,7 +65,7 @@ def test_stream_equals_the_whole_response(client: Any) -> None:
     assert all(one.usage is None for one in seen)
 
 
-def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
+def test_fast_path_writes_the_same_chunks_as_the_general_path(http: httpx.Client) -> None:
     """A faster function writes plain chunks, as most chunks are plain."""
     full, *plain, _ = chunks(http)
     assert plain
@@ -73,26 +73,26 @@ def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
         assert one == {**full, "choices": [{**full["choices"][0], "text": one["choices"][0]["text"]}]}
 
 
-def test_stream_includes_usage_if_asked(client: Any) -> None:
+def test_stream_includes_usage_if_requested(client: Any) -> None:
     seen = list(client.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     assert seen[-1].choices == [] and seen[-1].usage.completion_tokens == 12
     assert all(one.usage is None for one in seen[:-1])
 
 
-def test_usage_may_come_with_every_chunk(http: httpx.Client) -> None:
+def test_every_chunk_has_usage_if_requested(http: httpx.Client) -> None:
     seen = chunks(http, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [one["usage"]["completion_tokens"] for one in seen]
     assert counts == sorted(counts) and counts[-1] == 12
 
 
-def test_token_ids_are_prompts_too(http: httpx.Client) -> None:
+def test_prompt_may_be_token_ids(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     texts = [one["text"] for one in post(http, prompt=[tokens, tokens])["choices"]]
     assert texts == [post(http)["choices"][0]["text"]] * 2
     assert post(http, prompt=tokens)["choices"][0]["text"] == texts[0]
 
 
-def test_several_prompts_have_choices_in_their_order(http: httpx.Client) -> None:
+def test_choices_follow_the_order_of_several_prompts(http: httpx.Client) -> None:
     prompts = [PROMPT, "A list is", "Raises"]
     alone = [post(http, prompt=one)["choices"][0]["text"] for one in prompts]
     together = post(http, prompt=prompts)
@@ -104,7 +104,7 @@ def test_several_prompts_have_choices_in_their_order(http: httpx.Client) -> None
     assert [texts[index] for index in range(3)] == alone
 
 
-def test_n_samples_have_seeds_of_their_own(client: Any) -> None:
+def test_each_of_n_samples_has_its_own_seed(client: Any) -> None:
     ask = {**GREEDY, "temperature": 1.0, "seed": 7}
     found = client.completions.create(**ask, n=3)
     texts = [choice.text for choice in found.choices]
@@ -137,7 +137,7 @@ def test_samples_of_a_prompt_share_its_blocks(http: httpx.Client) -> None:
     assert metric(http, "vllm:prefix_cache_hits_total") - before >= 3 * (len(tokens) // 32 - 1) * 32
 
 
-def test_a_repeated_prompt_is_found_in_the_cache(http: httpx.Client) -> None:
+def test_repeated_prompt_is_a_prefix_cache_hit(http: httpx.Client) -> None:
     prompt = "class Example: " * 40
     post(http, prompt=prompt)
     again = post(http, prompt=prompt)["usage"]
@@ -189,7 +189,7 @@ def test_log_probabilities_are_streamed(http: httpx.Client, fields: dict[str, An
     assert joined["token_logprobs"] == pytest.approx(whole["token_logprobs"], abs=1e-4)
 
 
-def test_an_echo_puts_the_prompt_in_front(http: httpx.Client) -> None:
+def test_echo_puts_the_prompt_before_the_generated_text(http: httpx.Client) -> None:
     text = post(http)["choices"][0]["text"]
     assert post(http, echo=True)["choices"][0]["text"] == PROMPT + text
     assert "".join(one["choices"][0]["text"] for one in chunks(http, echo=True)) == PROMPT + text
@@ -198,7 +198,7 @@ def test_an_echo_puts_the_prompt_in_front(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_echo_has_log_probabilities_of_the_prompt(http: httpx.Client, stream: bool) -> None:
+def test_echo_includes_log_probabilities_of_the_prompt(http: httpx.Client, stream: bool) -> None:
     fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
     answer = chunks(http, **fields)[0] if stream else post(http, **fields)
     logprobs = answer["choices"][0]["logprobs"]
@@ -208,7 +208,7 @@ def test_an_echo_has_log_probabilities_of_the_prompt(http: httpx.Client, stream:
     assert logprobs["text_offset"][0] == 0
 
 
-def test_an_echo_alone_scores_a_text(http: httpx.Client) -> None:
+def test_echo_with_zero_max_tokens_returns_prompt_logprobs(http: httpx.Client) -> None:
     answer = post(http, echo=True, logprobs=0, max_tokens=0)
     (choice,) = answer["choices"]
     assert choice["text"] == PROMPT and answer["usage"]["completion_tokens"] == 0
@@ -217,7 +217,7 @@ def test_an_echo_alone_scores_a_text(http: httpx.Client) -> None:
     assert chunk["choices"][0]["text"] == PROMPT
 
 
-def test_prompt_logprobs_are_keyed_by_token(http: httpx.Client) -> None:
+def test_prompt_logprobs_have_token_ids_as_keys(http: httpx.Client) -> None:
     answer = post(http, prompt_logprobs=1, return_token_ids=True)
     (choice,) = answer["choices"]
     first, *rest = choice["prompt_logprobs"]
@@ -231,7 +231,7 @@ def test_impossible_tokens_have_a_finite_logprob(http: httpx.Client) -> None:
     assert all(math.isfinite(value) for value in logprobs["token_logprobs"])
 
 
-def test_tokens_may_be_written_by_their_ids(http: httpx.Client) -> None:
+def test_log_probabilities_show_tokens_as_ids_if_requested(http: httpx.Client) -> None:
     choice = post(http, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in choice["token_ids"]]
 
@@ -250,14 +250,14 @@ def test_structured_outputs_constrain_the_text(http: httpx.Client, structured: d
     assert streamed == choice["text"]
 
 
-def test_a_grammar_that_does_not_compile_is_the_clients_fault(http: httpx.Client) -> None:
+def test_grammar_that_does_not_compile_gets_400(http: httpx.Client) -> None:
     for structured in ({"regex": "(["}, {"grammar": "root ::= nothing_of_this_name"}):
         response = http.post("/v1/completions", json={**GREEDY, "structured_outputs": structured})
         assert response.status_code == 400, response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_constraints_that_exclude_each_other_are_the_clients_fault(http: httpx.Client, stream: bool) -> None:
+def test_allowed_tokens_that_contradict_the_grammar_get_400(http: httpx.Client, stream: bool) -> None:
     tokens = http.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
     fields = {"allowed_token_ids": tokens, "structured_outputs": {"regex": "[0-9]+"}, "stream": stream}
     response = http.post("/v1/completions", json={**GREEDY, **fields})
@@ -266,7 +266,7 @@ def test_constraints_that_exclude_each_other_are_the_clients_fault(http: httpx.C
     assert json.loads(text)["error"]["code"] == 400
 
 
-def test_repetitive_output_ends_with_repetition(http: httpx.Client) -> None:
+def test_repetitive_output_has_finish_reason_repetition(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
     detection = {"max_pattern_size": 5, "min_count": 4}
     answer = post(http, allowed_token_ids=tokens[-1:], ignore_eos=True, max_tokens=20, repetition_detection=detection)

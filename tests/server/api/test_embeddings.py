@@ -36,7 +36,7 @@ def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def test_the_official_client_gets_its_vectors(client: Any, llm: LLM) -> None:
+def test_openai_client_gets_embedding_vectors(client: Any, llm: LLM) -> None:
     expected = vectors_of(llm, TEXTS)
     for encoding in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):  # left out, it asks for base64
         answer = client.embeddings.create(model="demo", input=TEXTS, **encoding)
@@ -50,7 +50,7 @@ def test_the_official_client_gets_its_vectors(client: Any, llm: LLM) -> None:
         assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
 
 
-def test_inputs_are_text_or_tokens_one_or_many(http: httpx.Client, llm: LLM) -> None:
+def test_embedding_input_may_be_one_or_many_texts_or_token_lists(http: httpx.Client, llm: LLM) -> None:
     tokens = [http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in TEXTS[:2]]
     expected = vectors_of(llm, TEXTS[:2])
     for given in (TEXTS[0], tokens[0]):
@@ -97,11 +97,11 @@ def test_unsupported_values_get_400(http: httpx.Client, fields: dict[str, Any], 
     assert error["type"] == "BadRequestError" and (param is None or param in str(error["param"]))
 
 
-def test_other_models_are_not_found(http: httpx.Client) -> None:
+def test_embedding_request_for_unknown_model_gets_404(http: httpx.Client) -> None:
     assert http.post("/v1/embeddings", json={"input": "a", "model": "other"}).status_code == 404
 
 
-def test_many_inputs_beside_completions(http: httpx.Client, client: Any) -> None:
+def test_many_embedding_inputs_do_not_change_a_later_completion(http: httpx.Client, client: Any) -> None:
     before = client.completions.create(model="demo", prompt=TEXTS[0], max_tokens=20, temperature=0).choices[0].text
     inputs = [f"number {number} of many" for number in range(100)]
     answer = client.embeddings.create(model="demo", input=inputs)

@@ -41,7 +41,7 @@ def test_live_page_has_no_data_and_only_its_own_script(http: httpx.Client) -> No
     assert (head.status_code, head.content) == (200, b"")
 
 
-def test_two_watch_the_same_film(http: httpx.Client) -> None:
+def test_two_watchers_get_the_same_film(http: httpx.Client) -> None:
     with http.stream("GET", "/live/film") as one, http.stream("GET", "/live/film") as other:
         assert one.headers["content-type"] == "application/octet-stream"
         name = http.post("/v1/completions", json=FIELDS).json()["id"]
@@ -51,7 +51,7 @@ def test_two_watch_the_same_film(http: httpx.Client) -> None:
     assert found.frames[0] == same.frames[0] and found.requests == same.requests
 
 
-def test_a_film_ends_with_its_last_watcher(http: httpx.Client) -> None:
+def test_new_film_is_started_after_the_last_watcher_leaves(http: httpx.Client) -> None:
     """The next film begins at 0 again; a continued film would be a second old."""
     for _ in range(2):
         with http.stream("GET", "/live/film") as answer, closing(films_of(answer)) as films:

@@ -119,7 +119,7 @@ def test_default_pause_aborts_requests_and_queues_new_ones() -> None:
     with_server(test)
 
 
-def test_a_mode_that_does_not_exist_is_a_bad_request_and_pauses_nothing() -> None:
+def test_unknown_pause_mode_gets_400_and_pauses_nothing() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         answer = await http.post("/pause", params={"mode": "later"})
         assert answer.status_code == 400 and "mode" in answer.json()["error"]["message"]
@@ -128,7 +128,7 @@ def test_a_mode_that_does_not_exist_is_a_bad_request_and_pauses_nothing() -> Non
     with_server(test)
 
 
-def test_cache_reset_can_recompute_running_requests() -> None:
+def test_prefix_cache_reset_can_preempt_running_requests() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
         before = (await client.ask(Stats())).scheduler.num_preemptions

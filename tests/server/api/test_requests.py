@@ -50,7 +50,7 @@ def test_without_request_log_events_are_empty() -> None:
     assert describe(explained(host, "a", age=1.0), str)["events"] == []
 
 
-def test_holders_are_shown_by_client_visible_names() -> None:
+def test_blocking_requests_are_shown_by_their_client_visible_ids() -> None:
     host = Host(max_num_seqs=1)
     host.add("internal-1")
     host.add("internal-2")
@@ -64,7 +64,7 @@ def test_holders_are_shown_by_client_visible_names() -> None:
     )
 
 
-def test_only_operators_see_the_orders_text_about_tenants() -> None:
+def test_only_operators_see_explanations_that_name_tenants() -> None:
     host = Host(max_num_seqs=1, order="fair")
     host.add("a", 8, tenant="x")
     host.step()

@@ -41,7 +41,7 @@ async def complete(http: httpx.AsyncClient, tenant: str, **fields: Any) -> httpx
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])
-def test_isolate_prefixes_separates_tenants(is_isolated: bool) -> None:
+def test_isolate_prefixes_prevents_cache_hits_between_tenants(is_isolated: bool) -> None:
     async def test(http: httpx.AsyncClient, app: Any) -> None:
         async def num_cached(tenant: str, **fields: Any) -> int:
             prompt = f"what {is_isolated} has asked, word by word, " * 20
@@ -79,7 +79,7 @@ def test_requests_of_one_tenant_do_not_block_others() -> None:
     with_app(test, max_waiting_requests=4)
 
 
-def test_a_prompt_of_too_many_ids_is_refused_before_they_are_read() -> None:
+def test_prompt_with_too_many_token_ids_is_refused_before_validation() -> None:
     async def test(http: httpx.AsyncClient, app: Any) -> None:
         for path, name, prompt in (
             ("/v1/completions", "prompt", [1] * 20_000),
@@ -91,7 +91,7 @@ def test_a_prompt_of_too_many_ids_is_refused_before_they_are_read() -> None:
                 refused = await http.post(path, json={name: prompt}, headers=headers)
                 error = refused.json()["error"]
                 assert refused.status_code == 400 and error["param"] == name
-                assert "max_model_len is 16384; shorten it" in error["message"]
+                assert "max_model_len is 16384; shorten the prompt" in error["message"]
         taken = await http.post("/v1/completions", json={"prompt": [1] * 16_384, "max_tokens": 1})
         assert "leaves no room for a generated token" in taken.json()["error"]["message"]
 
@@ -101,7 +101,7 @@ def test_a_prompt_of_too_many_ids_is_refused_before_they_are_read() -> None:
 @pytest.mark.parametrize(
     "body", [[], "a", 5, None, {"prompt": 5}, {"prompt": []}, {"prompt": {}}, {"prompt": [None, [1]]}, {"input": "a"}]
 )
-def test_other_bodies_are_left_to_validation(body: Any) -> None:
+def test_prompt_length_check_accepts_bodies_of_any_other_form(body: Any) -> None:
     async def read() -> Any:
         async def receive() -> Any:
             return {"type": "http.request", "body": json.dumps(body).encode()}
@@ -112,7 +112,7 @@ def test_other_bodies_are_left_to_validation(body: Any) -> None:
     assert asyncio.run(read()) == body
 
 
-def test_tokenizing_for_a_client_that_disconnects_ends() -> None:
+def test_tokenization_is_cancelled_when_its_client_disconnects() -> None:
     async def test(http: httpx.AsyncClient, app: Any) -> None:
         body = json.dumps({"prompt": "\U0001f600\U0001f680" * 100_000, "return_token_strs": True}).encode()
         sent: list[Any] = []

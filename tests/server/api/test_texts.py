@@ -141,7 +141,7 @@ def test_echoed_text_is_right_for_a_prompt_cut_at_any_token(side: Side) -> None:
         assert side.complete(token_ids[:end], echo=True, **force)["text"] == choice["text"]
 
 
-def test_a_stop_string_may_begin_with_the_first_words_space(side: Side) -> None:
+def test_stop_string_may_begin_with_the_leading_space_of_the_text(side: Side) -> None:
     the = side.ids("text The")[-1:]
     if side.kind == "byte-level":  # whose space is a token of its own
         the = side.tokenizer.convert_tokens_to_ids(["Ġthe"])
@@ -154,7 +154,7 @@ def test_a_stop_string_may_begin_with_the_first_words_space(side: Side) -> None:
         assert side.complete(prompt, **fields, include_stop_str_in_output=True, echo=True)["text"] == f"text{word}"
 
 
-def test_offsets_stay_within_a_text_that_a_stop_string_cuts(side: Side) -> None:
+def test_token_offsets_stay_within_text_cut_by_a_stop_string(side: Side) -> None:
     fields: dict[str, Any] = {"max_tokens": 5, "allowed_token_ids": side.ids("ok")[-1:], "ignore_eos": True}
     whole = side.complete("text", **fields)["text"]
     choice = side.complete("text", **fields, stop=[whole[:3]], logprobs=0)
@@ -163,7 +163,7 @@ def test_offsets_stay_within_a_text_that_a_stop_string_cuts(side: Side) -> None:
     assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
 
 
-def test_tokens_left_out_of_the_text_do_not_shift_offsets(side: Side) -> None:
+def test_tokens_without_text_do_not_shift_later_token_offsets(side: Side) -> None:
     bos, eos = side.tokenizer.bos_token_id, side.tokenizer.eos_token_id
     fields = {"max_tokens": 2, "allowed_token_ids": [eos], "logprobs": 1, "echo": True}
     for prompt, names in (("The text", 0), ([bos, *side.ids("The text")], 1)):
@@ -180,7 +180,7 @@ def test_tokens_left_out_of_the_text_do_not_shift_offsets(side: Side) -> None:
     assert shown["text"].endswith("</s>")
 
 
-def test_every_top_token_has_its_own_key(side: Side) -> None:
+def test_each_token_in_top_logprobs_has_its_own_key(side: Side) -> None:
     """Tokens without text, and a byte and its character, would share a key."""
     choice = side.complete("The text", max_tokens=1, logprobs=20)
     (sampled,), (top,) = choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"]
@@ -216,20 +216,20 @@ def test_text_is_exactly_the_grammar_match(side: Side, text: str) -> None:
 # -------------------------------------------------------------------------------------------------------- chat
 
 
-def test_a_continued_message_keeps_the_next_words_space(side: Side) -> None:
+def test_continued_message_keeps_the_space_before_the_next_word(side: Side) -> None:
     token_ids = side.ids("text The")[-1:]
     fields: dict[str, Any] = {"max_tokens": 1, "allowed_token_ids": token_ids, "continue_final_message": True}
     answer = side.chat("text", **fields, add_generation_prompt=False, echo=True)
     assert answer["message"]["content"] == side.tokenizer.decode([*side.ids("text"), *token_ids])
 
 
-def test_an_end_token_of_a_chat_has_no_bytes(side: Side) -> None:
+def test_end_token_in_chat_logprobs_has_no_bytes(side: Side) -> None:
     eos = side.tokenizer.eos_token_id
     (one,) = side.chat("The text", max_tokens=3, allowed_token_ids=[eos], logprobs=True)["logprobs"]["content"]
     assert (one["token"], one["bytes"]) == ("</s>", None)
 
 
-def test_a_stop_token_that_is_not_shown_has_no_bytes(side: Side) -> None:
+def test_hidden_stop_token_in_chat_logprobs_has_no_bytes(side: Side) -> None:
     (token_id,) = side.ids("ok")[-1:]
     fields: dict[str, Any] = {"max_tokens": 3, "allowed_token_ids": [token_id], "stop_token_ids": [token_id]}
     choice = side.chat("The text", **fields, logprobs=True)
@@ -241,7 +241,7 @@ def test_a_stop_token_that_is_not_shown_has_no_bytes(side: Side) -> None:
 # -------------------------------------------------------------------------------------------- of a prompt's tokens
 
 
-def test_texts_of_prompt_logprobs_have_only_whole_characters(side: Side) -> None:
+def test_prompt_logprobs_show_only_whole_characters(side: Side) -> None:
     token_ids = side.ids(HARD_TEXT)
     entries = side.complete(token_ids, max_tokens=1, prompt_logprobs=1)["prompt_logprobs"]
     own = zip(token_ids[1:], entries[1:], strict=True)

@@ -78,7 +78,7 @@ def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
-def test_targets_and_priorities_set_the_order_and_operators_change_it() -> None:
+def test_queue_is_sorted_by_priority_and_ttft_target() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         async with Paused(http) as paused:
             await paused.send(request_id="plain")
@@ -137,7 +137,7 @@ def test_priority_limits_apply_to_clients_but_not_to_operators() -> None:
     with_server(test, min_request_priority=-2, min_ttft_target=0.5)
 
 
-def test_a_retention_within_the_operators_bound_keeps_the_prefix() -> None:
+def test_retention_within_the_limit_keeps_the_prefix_cached() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         prompt = " ".join(["word"] * 100)
         async with Paused(http) as paused:
@@ -156,7 +156,7 @@ def test_a_retention_within_the_operators_bound_keeps_the_prefix() -> None:
     with_server(test, max_retention=60.0)
 
 
-def test_the_tenant_is_the_keys_name_and_has_metrics_of_its_own() -> None:
+def test_tenant_is_the_name_of_the_key_and_has_its_own_metrics() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         async def metrics() -> dict[str, float]:
             found = flat((await http.get("/metrics")).text)
@@ -216,7 +216,7 @@ def test_tenant_header_is_read_if_configured() -> None:
     with_server(test, **KEYS, tenant_from="header:X-Tenant")
 
 
-def test_invalid_user_does_not_become_a_label() -> None:
+def test_invalid_user_does_not_become_a_metric_label() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for user in ("bob", "caf\u00e9\n"):
             answer = await http.post("/v1/completions", json={**FIELDS, "user": user})

@@ -64,7 +64,7 @@ def test_dashboard_matches_grafanas_schema() -> None:
             assert source == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
 
 
-def test_panels_do_not_overlap_and_stay_on_the_page() -> None:
+def test_dashboard_panels_do_not_overlap_or_leave_the_grid() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in BOARD["panels"]:
         place = panel["gridPos"]
@@ -74,7 +74,7 @@ def test_panels_do_not_overlap_and_stay_on_the_page() -> None:
                 assert taken.setdefault((x, y), panel["title"]) == panel["title"]
 
 
-def test_every_expression_uses_metrics_that_exist_and_the_variables() -> None:
+def test_dashboard_expressions_use_existing_metrics_and_the_variables() -> None:
     exposed = {f"{prefix}process_{name}" for prefix in ("", "pointsman:engine_") for name in PROCESS_METRICS}
     for definition in DEFINITIONS:
         suffixes = ("_bucket", "_sum", "_count") if definition.kind == "histogram" else ("",)
@@ -162,7 +162,7 @@ tests:
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
-def test_alerts_on_engines_fire_when_they_should(tmp_path: Path) -> None:
+def test_engine_alerts_fire_in_the_documented_cases_only(tmp_path: Path) -> None:
     """In an autoscaled fleet, a missing engine is no reason for an alert."""
     (tmp_path / "alerts.yaml").write_text(documented_alerts())
     (tmp_path / "cases.yaml").write_text(ALERT_CASES)
@@ -250,7 +250,7 @@ def finite_values(result: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.e2e
 @needs_prometheus
-def test_a_real_prometheus_evaluates_every_expression(server: ServerProcess, tmp_path: Path) -> None:
+def test_prometheus_evaluates_every_dashboard_expression(server: ServerProcess, tmp_path: Path) -> None:
     target = f"127.0.0.1:{server.port}"
     with prometheus(tmp_path, target) as scraper:
         started = time.time()

@@ -69,11 +69,11 @@ def flat(text: str) -> Samples:
     ("longest", "bounds"),
     [(1, [1]), (9, [1, 2, 5]), (512, [1, 2, 5, 10, 20, 50, 100, 200, 500]), (20, [1, 2, 5, 10, 20])],
 )
-def test_buckets_over_tokens_end_at_the_longest_sequence(longest: int, bounds: list[float]) -> None:
+def test_token_count_buckets_end_at_the_maximum_sequence_length(longest: int, bounds: list[float]) -> None:
     assert list(token_buckets(longest)) == bounds
 
 
-def test_all_buckets_ascend() -> None:
+def test_bucket_bounds_of_every_histogram_ascend() -> None:
     for definition in HISTOGRAMS:
         bounds = definition.buckets or token_buckets(4096)
         assert list(bounds) == sorted(set(bounds)), definition.name
@@ -102,7 +102,7 @@ def totals(observations: EngineObservations) -> dict[str, tuple[int, float]]:
     return {name: (own["count"], pytest.approx(own["sum"])) for name, own in found.items() if own["count"]}
 
 
-def test_finished_request_is_observed_by_phase() -> None:
+def test_finished_request_is_observed_once_in_each_phase() -> None:
     causes = tuple(PreemptionCause)
     times = RequestMetrics(
         100.0, 101.0, 103.0, 111.0, num_cached_tokens=4, num_preemptions=len(causes), preemption_causes=causes
@@ -164,7 +164,7 @@ def test_steps_and_client_requests_are_observed() -> None:
     }
 
 
-def test_reasons_for_refusals_are_a_closed_list() -> None:
+def test_unknown_refusal_reason_is_counted_as_other() -> None:
     observations = Observations(512)
     for reason in ("draining", "queue_tokens", "something a client sent", "queue_tokens"):
         observations.refusal(reason)
@@ -222,7 +222,9 @@ def difference(before: Samples, after: Samples, *names: str) -> list[float]:
 
 
 @pytest.mark.e2e
-def test_known_requests_give_expected_values(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
+def test_metrics_of_known_requests_have_expected_values(
+    loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
+) -> None:
     client, measured = engine
 
     async def work() -> tuple[Samples, Samples]:
@@ -255,7 +257,7 @@ def test_known_requests_give_expected_values(loop: asyncio.Runner, engine: tuple
 
 
 @pytest.mark.e2e
-def test_gauges_of_running_waiting_and_abandoned_requests(
+def test_gauges_count_running_and_waiting_requests_but_not_aborted(
     loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
 ) -> None:
     client, measured = engine
@@ -378,7 +380,7 @@ def test_dead_engine_keeps_counters_and_has_zero_gauges(loop: asyncio.Runner) ->
 
 
 @pytest.mark.e2e
-def test_observations_are_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
+def test_observations_appear_in_the_scrape(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
     before = loop.run(scrape(measured))
     measured.observations.engines[0].first_token(0.03)

@@ -26,11 +26,11 @@ def test_single_tenant_has_no_series() -> None:
     assert counts.readings() == ({"": 10, "b": 1}, {"": 5, "b": 2}, {"": 0, "b": 0}, {"": 0, "b": 0})
 
 
-def test_tenants_that_are_known_begin_at_zero() -> None:
+def test_configured_tenants_have_counters_at_zero_from_the_start() -> None:
     assert TenantCounts(["a", "b", "a"]).readings()[0] == {"a": 0, "b": 0}
 
 
-def test_open_requests_with_and_without_a_first_token() -> None:
+def test_open_requests_are_counted_with_and_without_a_first_token() -> None:
     counts = TenantCounts(["a", "b"])
     first, second = counts.open("a"), counts.open("a")
     assert counts.readings()[2:] == ({"a": 2, "b": 0}, {"a": 2, "b": 0})
@@ -41,7 +41,7 @@ def test_open_requests_with_and_without_a_first_token() -> None:
     assert counts.readings()[2:] == ({"a": 0, "b": 0}, {"a": 0, "b": 0})
 
 
-def test_number_of_tenant_series_is_limited_to_the_heaviest() -> None:
+def test_only_tenants_with_the_most_tokens_have_their_own_series() -> None:
     counts, rng = TenantCounts(), random.Random(0)
     weights = {f"t{number}": 1 if number % 20 else 500 for number in range(400)}  # 20 heavy ones, most come late
     given: Counter[str] = Counter()
@@ -63,7 +63,7 @@ def test_number_of_tenant_series_is_limited_to_the_heaviest() -> None:
     assert all(2 * value <= given[tenant] for tenant, value in before.items() if tenant != "other")
 
 
-def test_series_count_all_tokens_of_forgotten_tenants() -> None:
+def test_tokens_of_forgotten_tenants_remain_in_the_sums() -> None:
     counts = TenantCounts()
     for number in range(3 * MAX_KNOWN):
         serve(counts, f"t{number}", 3, 4)

@@ -24,7 +24,7 @@ def refused(backlog: Backlog, num_requests: int = 1) -> ApiError:
     return caught.value
 
 
-def test_open_requests_are_limited_and_freed_at_the_end() -> None:
+def test_open_requests_are_limited_until_they_finish() -> None:
     backlog = backlog_of(3)
     with backlog.enter("", 2):
         with backlog.enter("", 1):
@@ -36,12 +36,12 @@ def test_open_requests_are_limited_and_freed_at_the_end() -> None:
     assert backlog.requests.total == 0
 
 
-def test_request_beyond_the_limit_alone_gets_400() -> None:
+def test_request_larger_than_the_whole_limit_gets_400() -> None:
     error = refused(backlog_of(3), 4)
     assert error.status_code == 400 and "3" in error.detail
 
 
-def test_exception_in_the_context_frees_the_request() -> None:
+def test_exception_removes_the_request_from_the_backlog() -> None:
     backlog = backlog_of(1, 10)
     for _ in range(2):
         with pytest.raises(RuntimeError), backlog.enter("", 1) as ticket:
@@ -50,7 +50,7 @@ def test_exception_in_the_context_frees_the_request() -> None:
     assert (backlog.requests.total, backlog.num_waiting, backlog.prompt_tokens.total) == (0, 0, 0)
 
 
-def test_prompt_tokens_wait_until_the_first_token() -> None:
+def test_prompt_tokens_are_counted_until_the_first_token() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 1) as first, backlog.enter("", 1) as second:
         first.add_prompts([60])
@@ -58,12 +58,12 @@ def test_prompt_tokens_wait_until_the_first_token() -> None:
             second.add_prompts([41])
         assert caught.value.status_code == 429 and caught.value.reason == "queue_tokens"
         assert (backlog.num_waiting, backlog.prompt_tokens.total) == (1, 60)  # what was refused is not counted
-        first.first_token(0)
+        first.note_first_token(0)
         second.add_prompts([41])
         assert backlog.prompt_tokens.total == 41
 
 
-def test_single_request_is_always_accepted() -> None:
+def test_prompt_of_any_length_is_accepted_if_no_other_waits() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 3) as ticket, backlog.enter("", 1) as other:
         ticket.add_prompts([500] * 3)
@@ -78,7 +78,7 @@ def test_prompt_with_several_samples_counts_once() -> None:
     with backlog.enter("", 3) as ticket:
         ticket.add_prompts([90])
         for _ in range(3):
-            ticket.first_token(0)
+            ticket.note_first_token(0)
         assert (backlog.num_waiting, backlog.prompt_tokens.total) == (0, 0)
 
 
@@ -89,13 +89,13 @@ def fill(backlog: Backlog, number: int) -> list[Ticket]:
     return tickets
 
 
-def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
+def test_retry_after_is_estimated_from_the_rate_of_first_tokens() -> None:
     clock = Clock()
     backlog = Backlog(stage_limit(REQUESTS, 1000), stage_limit(PROMPT_TOKENS, None), clock)
     tickets = fill(backlog, 110)
     for ticket in tickets[:10]:  # two a second
         clock.now += 0.5
-        ticket.first_token(0)
+        ticket.note_first_token(0)
     assert backlog.num_waiting == 100
     assert 40 <= backlog.retry_after("") <= 50
     clock.now += 31  # no more events: the old rate is not used any more
@@ -109,16 +109,16 @@ def test_retry_after_has_a_minimum_and_a_maximum() -> None:
     tickets = fill(backlog, 1000)
     assert backlog.retry_after("") == 1
     clock.now += 1
-    tickets[0].first_token(0)
+    tickets[0].note_first_token(0)
     clock.now += 20
     assert backlog.retry_after("") == MAX_WAIT
 
 
-def test_refusal_names_the_additional_amount() -> None:
+def test_refusal_states_the_open_requests_and_the_additional_ones() -> None:
     backlog = backlog_of(10)
     with backlog.enter("", 8), pytest.raises(ApiError) as caught:
         backlog.enter("", 3)
-    assert "8 requests are open, this would be 3 more, and at most 10 may be" in caught.value.detail
+    assert "8 requests are open, this request would add 3, and the limit is 10" in caught.value.detail
 
 
 # ------------------------------------------------------------------------------------------------- tenants
@@ -153,18 +153,18 @@ def test_retry_after_depends_on_the_tenants_own_backlog() -> None:
     other.add_prompts([1])
     for ticket in tickets[:10]:  # two a second
         clock.now += 0.5
-        ticket.first_token(0)
+        ticket.note_first_token(0)
     assert backlog.retry_after("b") == 1 and backlog.retry_after("") >= 40
 
 
-def test_capped_prompt_tokens_are_released_as_taken() -> None:
+def test_prompt_longer_than_the_limit_releases_only_counted_tokens() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 1) as ticket:
         ticket.add_prompts([500, 30, 40])
         assert backlog.prompt_tokens.total == 100
-        ticket.first_token(0)
+        ticket.note_first_token(0)
         assert backlog.prompt_tokens.total == 70
-        ticket.first_token(2)
-        ticket.first_token(2)
+        ticket.note_first_token(2)
+        ticket.note_first_token(2)
         assert backlog.prompt_tokens.total == 30
     assert backlog.prompt_tokens.total == backlog.num_waiting == 0

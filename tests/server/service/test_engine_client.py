@@ -140,7 +140,7 @@ def test_closing_or_cancelling_a_stream_frees_the_blocks() -> None:
     with_client(test, max_steps_in_flight=2)
 
 
-def test_closing_a_stream_of_an_engine_that_was_replaced_ends_no_other() -> None:
+def test_closing_a_stream_of_a_replaced_engine_aborts_no_other_request() -> None:
     """Each engine numbers its requests from 0, and a reader may close its stream minutes after the last token."""
 
     async def test(client: EngineClient) -> None:

@@ -86,7 +86,7 @@ def streams_of(fleet: EngineFleet, cases: dict[str, SamplingParams]) -> dict[str
     }
 
 
-def told(delta: Delta) -> dict[str, Any]:
+def visible_facts(delta: Delta) -> dict[str, Any]:
     """All facts of a request that a client can see, except the digits that differ with the shape of a step."""
     facts: dict[str, Any] = {
         "text": delta.text,
@@ -101,7 +101,7 @@ def told(delta: Delta) -> dict[str, Any]:
     return facts
 
 
-def like(facts: dict[str, Any]) -> dict[str, Any]:
+def comparable(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts that compare equal if their logits were computed in steps of other shapes."""
     return {
         name: pytest.approx(value, abs=1e-4) if name.endswith(" values") else value for name, value in facts.items()
@@ -157,7 +157,10 @@ def test_resumed_requests_of_every_kind_give_the_same_output(
                 await kill(fleet.engines[victim])
                 cut |= {name for name, num_tokens in before.items() if num_tokens}
             for name, task in reading.items():
-                assert told(await task) == like(told(expected[name])), (name, streams[name].num_deaths)
+                assert visible_facts(await task) == comparable(visible_facts(expected[name])), (
+                    name,
+                    streams[name].num_deaths,
+                )
             await until_idle(fleet)
         missing = {f"case-{name}" for name in CASES} - cut
         assert not missing or rounds < 12, f"never cut in the middle: {missing}"
@@ -172,7 +175,7 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
 
 
 @pytest.mark.long
-def test_bfloat16_stream_is_resumed_validly() -> None:
+def test_resumed_bfloat16_stream_continues_with_most_likely_tokens() -> None:
     """Received tokens are kept. Each later token is the most likely one for an engine that computes all tokens in
     one step, except for rounding, as in an undisturbed stream."""
     params = SamplingParams(temperature=0, **LONG)

@@ -31,11 +31,11 @@ def test_wait_empty_returns_after_the_last_request() -> None:
         gate = Gate(ALIVE, drain_timeout=30)
         await gate.wait_empty()
         with ExitStack() as one, ExitStack() as other:
-            one.enter_context(gate.inside())
-            other.enter_context(gate.inside())
+            one.enter_context(gate.admit_request())
+            other.enter_context(gate.admit_request())
             assert gate.num_open == 2
             gate.close()
-            with pytest.raises(ApiError, match="shutting down") as caught, gate.inside():
+            with pytest.raises(ApiError, match="shutting down") as caught, gate.admit_request():
                 pass
             assert caught.value.status_code == 503 and caught.value.headers == {"retry-after": "30"}
             assert gate.num_open == 2
@@ -51,7 +51,7 @@ def test_wait_empty_returns_after_the_last_request() -> None:
 
 
 @pytest.mark.parametrize("death", ["killed by signal 9", None])
-def test_a_dead_engine_refuses_with_500_whether_or_not_the_gate_is_open(death: str | None) -> None:
+def test_requests_get_500_after_engine_death_even_if_the_gate_is_closed(death: str | None) -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=False, death=death)), drain_timeout=30)
     with pytest.raises(ApiError, match=f"the engine has ended: {death or 'shut down'}") as caught:
         gate.check_open()
@@ -68,8 +68,8 @@ def test_a_dead_engine_refuses_with_500_whether_or_not_the_gate_is_open(death: s
 def test_server_before_shutdown_is_not_ready_but_accepts_requests() -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=True, num_alive=1, death=None)), drain_timeout=30)
     gate.check_ready()
-    gate.leave()
-    with gate.inside(), pytest.raises(ApiError, match="shutting down") as caught:
+    gate.announce_shutdown()
+    with gate.admit_request(), pytest.raises(ApiError, match="shutting down") as caught:
         gate.check_ready()
     assert caught.value.status_code == 503 and (caught.value.headers or {})["retry-after"] == "30"
     gate.close()
@@ -87,7 +87,7 @@ def test_a_server_without_an_engine_at_the_moment_is_not_ready() -> None:
     assert caught.value.status_code == 503
 
 
-def test_engine_errors_have_a_status() -> None:
+def test_engine_errors_become_responses_with_an_http_status() -> None:
     refused = from_engine(RequestRefused("the prompt has\n9 tokens"))
     assert refused.status_code == 400 and refused.detail == "the prompt has 9 tokens"
     dead = from_engine(EngineDeadError("killed"))
@@ -113,7 +113,7 @@ def test_engine_errors_have_a_status() -> None:
         ("", 500),
     ],
 )
-def test_a_request_that_finished_with_an_error_has_a_status(detail: str, status: int) -> None:
+def test_finish_reason_error_becomes_a_response_with_an_http_status(detail: str, status: int) -> None:
     with pytest.raises(ApiError) as caught:
         check_finish("error", detail)
     assert caught.value.status_code == status

@@ -67,7 +67,7 @@ def with_fleet(
                 await cancel(asyncio.all_tasks() - others)
         finally:
             for engine in fleet.engines:
-                go_on(engine)
+                continue_process(engine)
             await fleet.shutdown()
 
     asyncio.run(run())
@@ -77,7 +77,7 @@ def stop(engine: EngineClient) -> None:
     os.kill(engine.info.pid, signal.SIGSTOP)
 
 
-def go_on(engine: EngineClient) -> None:
+def continue_process(engine: EngineClient) -> None:
     if engine.is_alive and engine.info is not None:
         os.kill(engine.info.pid, signal.SIGCONT)
 
@@ -143,7 +143,7 @@ def test_hung_engine_is_restarted_and_its_requests_resumed(caplog: pytest.LogCap
     assert len(critical) == 1 and "engine 1 (process" in critical[0] and "--engine-timeout" in critical[0]
 
 
-def test_the_router_avoids_an_engine_without_signs_well_before_the_limit() -> None:
+def test_router_avoids_a_silent_engine_long_before_the_timeout() -> None:
     async def test(fleet: EngineFleet) -> None:
         await texts_of(await streams_in_both(fleet))
         stop(fleet.engines[0])
@@ -157,7 +157,7 @@ def test_the_router_avoids_an_engine_without_signs_well_before_the_limit() -> No
         waiting = stream_of(fleet, "d", SamplingParams(max_tokens=4))
         waiting._send()
         for engine in fleet.engines:
-            go_on(engine)
+            continue_process(engine)
         assert (await read(waiting)).token_ids
         await until(lambda: not any(engine.is_slow for engine in fleet.engines))
         assert fleet.num_hangs == [0, 0]
@@ -206,8 +206,8 @@ def test_engine_that_continues_before_the_limit_survives() -> None:
         reading = asyncio.ensure_future(texts_of(streams))
         await until(lambda: all(one.num_output_tokens for one in streams.values()))
         stop(fleet.engines[1])
-        await until(lambda: fleet.engines[1].heartbeat.silence > LIMIT - 0.5)
-        go_on(fleet.engines[1])
+        await until(lambda: fleet.engines[1].heartbeat.seconds_of_silence > LIMIT - 0.5)
+        continue_process(fleet.engines[1])
         assert await reading == expected and not any(one.num_deaths for one in streams.values())
         await asyncio.sleep(2 * INTERVAL)
         assert fleet.num_hangs == [0, 0] and not fleet.engines[1].is_slow
@@ -285,7 +285,7 @@ class Unkillable:
         self.num_kills += 1
 
 
-def test_requests_do_not_wait_for_the_end_of_a_process(
+def test_requests_are_resumed_before_the_hung_process_exits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_client, "SECONDS_TO_DIE", 1.5)
@@ -309,7 +309,7 @@ def test_requests_do_not_wait_for_the_end_of_a_process(
     assert "was killed but does not end" in caplog.text
 
 
-def test_shutdown_ends_even_if_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_completes_even_if_a_process_does_not_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "SECONDS_TO_DIE", 0.5)
 
     async def run() -> None:
@@ -325,7 +325,7 @@ def test_shutdown_ends_even_if_a_process_does_not(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
-def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_to_a_stalled_engine_fail_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.service.heartbeat.STALLED_AFTER", 1.0)
 
     async def test(fleet: EngineFleet) -> None:
@@ -347,14 +347,14 @@ def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.Mo
         assert b'pointsman:engine_up{engine="1",model_name="demo"} 1.0' in (await metrics.render())[0]
         assert time.monotonic() - begun < 1.0
         assert not await fleet.engines[0].ask(IsPaused()), "a command that not all engines can follow is sent to none"
-        go_on(fleet.engines[1])
+        continue_process(fleet.engines[1])
         await until(lambda: not fleet.engines[1].is_slow)
         await fleet.ask(ExplainAll())
 
     with_fleet(test, timeout=30.0)
 
 
-def test_a_process_that_is_killed_while_it_is_silent_dies_once() -> None:
+def test_killed_silent_engine_is_restarted_only_once() -> None:
     async def test(fleet: EngineFleet) -> None:
         streams = await streams_in_both(fleet)
         reading = asyncio.ensure_future(texts_of(streams))
@@ -430,15 +430,13 @@ def test_engine_hung_while_joining_is_restarted() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_in_a_debugger_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engine_in_a_debugger_is_not_killed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(engine_client, "is_traced", lambda pid: True)
 
     async def test(fleet: EngineFleet) -> None:
         hung = fleet.engines[1]
         stop(hung)
-        await until(lambda: hung.heartbeat.silence > LIMIT + 2 * INTERVAL)
+        await until(lambda: hung.heartbeat.seconds_of_silence > LIMIT + 2 * INTERVAL)
         assert hung.is_alive
         stream = stream_of(fleet, "h", SamplingParams(max_tokens=4))
         await read(stream)
@@ -450,7 +448,7 @@ def test_an_engine_in_a_debugger_is_left_alone(
     assert caplog.text.count("a debugger is attached to it") == 1
 
 
-def test_a_debugger_is_seen() -> None:
+def test_attached_debugger_is_detected() -> None:
     assert not is_traced(os.getpid()) and not is_traced(2**30)
     if sys.platform != "linux":
         return

@@ -17,7 +17,7 @@ class Watched:
         self.is_asked = False
 
     def answer(self, longest: float = 0.0, mean: float | None = None) -> None:
-        self.heartbeat.hear()
+        self.heartbeat.note_sign_of_life()
         self.heartbeat.note_answer(PulseReading(longest, mean))
         self.is_asked = False
 
@@ -25,7 +25,7 @@ class Watched:
         """Let seconds pass in which the API process runs."""
         for _ in range(seconds):
             self.now += INTERVAL
-            self.is_asked = self.heartbeat.ask() or self.is_asked
+            self.is_asked = self.heartbeat.start_question() or self.is_asked
 
     def tick_and_answer(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -59,12 +59,12 @@ def test_idle_engine_is_never_late() -> None:
         engine.answer()
 
 
-def test_any_sign_of_life_ends_a_silence() -> None:
+def test_any_sign_of_life_resets_the_silence() -> None:
     engine = Watched(5.0)
     engine.tick(5)
     assert engine.state == "slow"
     for _ in range(100):  # steps of a busy engine, or beats of a long step
-        engine.heartbeat.hear()
+        engine.heartbeat.note_sign_of_life()
         engine.tick()
         assert engine.state == "well"
     engine.tick(6)
@@ -77,7 +77,7 @@ def test_limit_is_at_least_ten_times_the_longest_silence_in_a_step() -> None:
     engine.answer(longest=8.0, mean=2.0)
     assert engine.heartbeat.limit == 80.0
     engine.tick(9)
-    assert engine.heartbeat.silence == 8.0 and not engine.heartbeat.is_slow, "five steps of two seconds"
+    assert engine.heartbeat.seconds_of_silence == 8.0 and not engine.heartbeat.is_slow, "five steps of two seconds"
     engine.tick(70)
     assert not engine.heartbeat.is_late
     engine.tick(4)
@@ -99,19 +99,19 @@ def test_accidental_long_silence_is_forgotten() -> None:
 def test_an_announced_silence_is_allowed_until_the_next_sign() -> None:
     engine = Watched(3.0)
     engine.tick()
-    engine.heartbeat.hear(600.0)
+    engine.heartbeat.note_sign_of_life(600.0)
     engine.tick(500)
     assert not engine.heartbeat.is_late and engine.heartbeat.is_slow, "other engines should get the requests"
-    engine.heartbeat.hear()
+    engine.heartbeat.note_sign_of_life()
     engine.tick(5)
     assert engine.heartbeat.is_late
 
 
-def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+def test_time_while_the_api_process_is_stopped_is_not_silence() -> None:
     engine = Watched(2.0)
     engine.tick()
     engine.now += 3600.0
-    assert engine.heartbeat.silence == INTERVAL and not engine.heartbeat.is_late
+    assert engine.heartbeat.seconds_of_silence == INTERVAL and not engine.heartbeat.is_late
     engine.answer()
     engine.now += 3600.0
     engine.tick_and_answer(3)
@@ -124,7 +124,7 @@ def test_with_a_timeout_of_0_no_engine_is_late() -> None:
     assert engine.state == "stalled"
 
 
-def test_an_engine_that_ends_answers_without_a_reading() -> None:
+def test_answer_of_an_ending_engine_has_no_step_times() -> None:
     engine = Watched()
     engine.tick()
     engine.heartbeat.note_answer(None)

@@ -68,7 +68,7 @@ def test_chat_template_renders_a_conversation_to_token_ids(tokenizer: Any) -> No
     asyncio.run(run())
 
 
-def test_tokens_as_json_are_complete_in_any_number_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_json_is_the_same_for_any_number_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "TOKENS_AT_ONCE", 7)
     text = 'a "quoted" text, \U0001f600 and\nmore'
     ids = tokenizer(text)["input_ids"]
@@ -85,7 +85,7 @@ def test_tokens_as_json_are_complete_in_any_number_of_pieces(tokenizer: Any, mon
     assert asyncio.run(made("", True))["count"] == len(tokenizer("")["input_ids"])
 
 
-def test_without_a_tokenizer_only_ids_are_prompts() -> None:
+def test_without_a_tokenizer_prompts_must_be_token_ids() -> None:
     reader = reader_of(None)
 
     async def run() -> None:
@@ -105,11 +105,11 @@ def test_without_a_tokenizer_only_ids_are_prompts() -> None:
 
 
 def test_an_empty_prompt_among_others_is_refused() -> None:
-    with pytest.raises(ApiError, match="one of them is empty"):
+    with pytest.raises(ApiError, match="a prompt is empty"):
         asyncio.run(reader_of(None).read(TextPrompts("prompt", [[1], []])))
 
 
-def test_the_log_shows_the_beginning_of_a_prompt(tokenizer: Any) -> None:
+def test_log_shows_only_the_beginning_of_a_prompt(tokenizer: Any) -> None:
     shown = reader_of(tokenizer).shown(Prompt([1] * 10**6))
     assert len(shown) < 10 * prompts.SHOWN_TOKENS
     assert len(reader_of(tokenizer).shown(Prompt([], "\U0001f600" * 10**6))) < 11 * prompts.SHOWN_CHARACTERS

@@ -113,7 +113,7 @@ def test_cancelled_reader_aborts_the_request() -> None:
     with_client(test)
 
 
-def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
+def test_shortcut_handles_deltas_in_order_while_the_reader_waits() -> None:
     """The reader is sometimes busy, the shortcut sometimes refuses: each delta arrives once, and all in order."""
 
     async def test() -> None:
@@ -158,7 +158,7 @@ def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
     asyncio.run(test())
 
 
-def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
+def test_reader_gets_the_delta_if_the_shortcut_raises_an_error() -> None:
     """All clients share the receiver, which an error of one client must not reach."""
 
     async def test() -> None:

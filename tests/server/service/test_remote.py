@@ -23,7 +23,7 @@ from pointsman.server.service import remote
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, start_process
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.receiver import ClientStream
-from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine, numbered
+from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine, recording_path
 from pointsman.server.wire.messages import Delta, EngineRequest, Start
 from pointsman.server.wire.questions import Stats
 from tests.forked_engines import fork_server
@@ -290,7 +290,9 @@ async def answer_to(data: bytes, port: int) -> bytes:
         writer.close()
 
 
-def test_unpickling_needs_a_token_that_is_valid_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_unpickled_only_after_a_token_that_is_valid_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evil = pickle.dumps(Evil(tmp_path / "made"))
     pickle.loads(pickle.dumps(Evil(tmp_path / "sanity")))
     assert (tmp_path / "sanity").exists()
@@ -335,6 +337,6 @@ def test_remote_engine_uses_the_api_process_clock() -> None:
 
 
 def test_recordings_have_distinct_names() -> None:
-    assert numbered(None, 3, 1) is None
-    names = {numbered("run.jsonl", index, restarts) for index in (0, 1) for restarts in (0, 1)}
+    assert recording_path(None, 3, 1) is None
+    names = {recording_path("run.jsonl", index, restarts) for index in (0, 1) for restarts in (0, 1)}
     assert names == {"run.jsonl", "run.jsonl.1", "run.jsonl.restart-1", "run.jsonl.1.restart-1"}

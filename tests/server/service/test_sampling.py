@@ -89,7 +89,7 @@ def test_repetition_detection_has_vllms_field_names() -> None:
         params(repetition_detection={**given, "min_count": 1})
 
 
-def test_values_that_sampling_params_refuses_are_refused() -> None:
+def test_values_invalid_for_sampling_params_are_refused() -> None:
     for fields in ({"min_tokens": 9}, {"stop": ""}, {"logit_bias": {"1": 101}}, {"allowed_token_ids": []}):
         with pytest.raises(ValueError, match=r"; |must"):
             params(**fields)
@@ -207,7 +207,7 @@ def test_invalid_constraints_are_refused(asked: dict[str, Any]) -> None:
         structure(structured_outputs=asked)
 
 
-def test_two_constraints_are_refused() -> None:
+def test_response_format_with_structured_outputs_is_refused() -> None:
     with pytest.raises(ApiError, match="leave one of them out"):
         structure(structured_outputs={"regex": "a"}, response_format={"type": "json_object"})
 

@@ -100,7 +100,7 @@ def test_single_tenant_may_use_the_whole_limit() -> None:
     asyncio.run(run())
 
 
-def test_many_samples_go_in_groups_in_order() -> None:
+def test_many_samples_are_sent_in_groups_and_in_order() -> None:
     async def run() -> None:
         engine = Engine()
         task = asyncio.ensure_future(sending_to(engine).queue("a", requests("a", count=2 * MAX_TOGETHER + 1)))
@@ -112,7 +112,7 @@ def test_many_samples_go_in_groups_in_order() -> None:
     asyncio.run(run())
 
 
-def test_cancelled_groups_are_not_sent_and_hold_nothing() -> None:
+def test_cancelled_groups_are_not_sent_and_do_not_block_later_ones() -> None:
     async def run() -> None:
         engine = Engine()
         sending = sending_to(engine)
@@ -147,7 +147,7 @@ def test_hung_engine_delays_waiting_groups_only_briefly(monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
-def test_requests_that_wait_for_a_grammar_are_bounded_by_tenant() -> None:
+def test_requests_waiting_for_a_grammar_are_limited_per_tenant() -> None:
     async def run() -> None:
         engine = Engine()
         sending = sending_to(engine, grammars=8)

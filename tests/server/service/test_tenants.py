@@ -24,7 +24,7 @@ def tenant(config: dict[str, Any], owner: int | None = None, user: str | None = 
     }
     if owner is not None:
         scope[OWNER] = owner
-    return TenantRule(ServerConfig(**config)).of(scope, user)
+    return TenantRule(ServerConfig(**config)).find_tenant(scope, user)
 
 
 def test_without_keys_there_is_one_tenant_without_a_name() -> None:
@@ -37,7 +37,7 @@ def test_unnamed_key_is_named_by_its_position() -> None:
     assert tenant(KEYS, None) == "operator"  # only an operator's key is valid without being a client's
 
 
-def test_a_client_cannot_choose_its_tenant() -> None:
+def test_client_cannot_choose_its_tenant_by_default() -> None:
     assert tenant(KEYS, 0, "bob", b"carol") == "alice"
 
 

@@ -62,7 +62,7 @@ def test_tenants_are_served_in_turn() -> None:
     asyncio.run(run())
 
 
-def test_text_in_pieces_finishes_before_later_texts_of_its_tenant() -> None:
+def test_text_processed_in_pieces_precedes_later_texts_of_its_tenant() -> None:
     async def run() -> None:
         work, ends = text_work(), list[int]()
 
@@ -166,7 +166,7 @@ def test_thread_of_a_disconnected_client_is_freed_after_the_text() -> None:
     asyncio.run(run())
 
 
-def test_an_error_frees_the_thread() -> None:
+def test_error_in_text_work_frees_the_thread() -> None:
     async def run() -> None:
         work = text_work()
 
@@ -187,12 +187,12 @@ def test_one_tenants_characters_are_limited() -> None:
     with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
         while True:
             stack.enter_context(work.admit("a", 1))
-            taken = work.limit.of("a") // MIN
+            taken = work.limit.held_by("a") // MIN
     assert taken == 75 and caught.value.status_code == 429 and caught.value.reason == "queue_characters"
     assert work.limit.total == 0
 
 
-def test_largest_text_is_admitted_alone() -> None:
+def test_text_larger_than_the_limit_is_admitted_if_no_other_waits() -> None:
     work = text_work(1000)
     with work.admit("", 5000):
         assert work.limit.total == 1000

@@ -39,11 +39,11 @@ def scheduler(**knobs: Any) -> dict[str, Any]:
         else ""
     ),
 )
-def test_fields_read_are_those_of_the_servers_policies(knobs: dict[str, Any], read: set[str]) -> None:
+def test_fields_read_returns_the_fields_that_configured_policies_use(knobs: dict[str, Any], read: set[str]) -> None:
     assert fields_read(scheduler(**knobs)) == read
 
 
-def test_policy_parameters_do_not_change_the_fields_read() -> None:
+def test_fields_read_ignores_the_parameters_of_policies() -> None:
     assert fields_read({"order": "earliest-ttft:default=2", "victim": None}) == {"ttft_target"}
     assert fields_read({"order": "fair:weights=a", "victim": "latest"}) == NOTHING
 
@@ -67,7 +67,7 @@ READS = {
 
 
 @pytest.mark.parametrize("kind", ["order", "victim", "eviction"])
-def test_every_built_in_policy_says_what_it_reads(kind: str) -> None:
+def test_fields_read_is_right_for_every_built_in_policy(kind: str) -> None:
     built_in = {name for name, policy in known(kind).items() if policy.__module__.startswith("pointsman.")}
     assert built_in <= READS.keys()
     for name in built_in:
@@ -90,7 +90,7 @@ BY_TARGET = engine_info(scheduler={**SCHEDULER.to_dict(), "order": "earliest-ttf
         (0, 0.25, BY_TARGET, {"min_ttft_target": 0.5}, "ttft_target", "ttft_target is 0.25 s; .* 0.5 s at least"),
     ],
 )
-def test_unread_or_too_urgent_values_are_refused(
+def test_priority_or_target_is_refused_if_unread_or_too_urgent(
     priority: int, ttft_target: float | None, info: Any, bounds: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
@@ -99,7 +99,7 @@ def test_unread_or_too_urgent_values_are_refused(
     assert re.fullmatch(f"{words}.*", caught.value.detail), caught.value.detail
 
 
-def test_values_within_the_limits_pass() -> None:
+def test_priority_and_target_within_the_limits_are_accepted() -> None:
     bounds = ServerConfig(min_request_priority=-5, min_ttft_target=0.5)
     for priority in (-5, 0, 99):
         check_urgency(priority, None, BY_PRIORITY, bounds)
@@ -116,19 +116,19 @@ BY_RETENTION = engine_info(scheduler=scheduler(eviction="retention:share=0.3"))
 @pytest.mark.parametrize(
     ("retention", "info", "words"),
     [
-        (5.0, engine_info(), "retention is 5 s, .* eviction policy lru, which reads none; .* eviction retention"),
+        (5.0, engine_info(), "retention is 5 s, .* eviction policy lru, which ignores it; .* eviction retention"),
         (0.0, engine_info(scheduler=scheduler(eviction="reuse")), "retention is 0 s, .* eviction policy reuse"),
         (60.5, BY_RETENTION, "retention is 60.5 s; this server takes 60 s at most: lower it"),
     ],
 )
-def test_unread_or_too_long_retention_is_refused(retention: float, info: Any, words: str) -> None:
+def test_retention_is_refused_if_unread_or_too_long(retention: float, info: Any, words: str) -> None:
     with pytest.raises(ApiError) as caught:
         check_retention(retention, info, ServerConfig(max_retention=60.0))
     assert (caught.value.status_code, caught.value.param) == (400, "retention")
     assert re.fullmatch(f"{words}.*", caught.value.detail), caught.value.detail
 
 
-def test_a_retention_within_the_bound_passes() -> None:
+def test_retention_within_the_limit_is_accepted() -> None:
     for retention in (None, 0.0, 60.0):
         check_retention(retention, BY_RETENTION, ServerConfig(max_retention=60.0))
     check_retention(None, engine_info(), ServerConfig())

@@ -116,7 +116,7 @@ def test_unsent_end_of_a_response_is_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("wait", [Wait.REQUEST, Wait.HEADERS])
-def test_unread_input_keeps_a_connection(wait: Wait) -> None:
+def test_connection_with_unread_input_is_not_replaced(wait: Wait) -> None:
     def test() -> None:
         clock = Clock()
         every = Connections(2, clock=clock)
@@ -129,7 +129,7 @@ def test_unread_input_keeps_a_connection(wait: Wait) -> None:
     in_loop(test)
 
 
-def test_reserve_is_used_when_all_connections_are_busy() -> None:
+def test_operators_use_reserve_connections_when_all_others_are_busy() -> None:
     def test() -> None:
         clock = Clock()
         every = Connections(2, reserve=2, clock=clock)
@@ -245,5 +245,7 @@ def test_the_number_of_connections_leaves_files_for_the_server(caplog: pytest.Lo
 
 @pytest.mark.parametrize(("wanted", "num_files"), [(5000, 1024), (865, 1024), (None, 128), (None, 175)])
 def test_more_connections_than_files_are_refused(wanted: int | None, num_files: int) -> None:
-    with pytest.raises(ValueError, match=rf"may open {num_files} files.* max_connections is .*\(ulimit -n\)$"):
+    with pytest.raises(
+        ValueError, match=rf"may open {num_files} files.* (max_connections is|needs at least) .*\(ulimit -n\)$"
+    ):
         size_for(wanted, num_files)

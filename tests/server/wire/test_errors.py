@@ -21,7 +21,7 @@ def test_error_body_equals_vllms() -> None:
     assert error_body(599, "no")["error"]["type"] == "InternalServerError"
 
 
-def test_an_answer_has_status_headers_and_body_and_is_counted() -> None:
+def test_error_response_has_status_headers_and_body_and_is_counted() -> None:
     counted: list[str] = []
     answer = ErrorAnswers(counted.append)
     response = answer(ApiError(429, "later", headers={"retry-after": "3"}, reason="queue_requests"))

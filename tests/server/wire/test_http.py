@@ -112,7 +112,7 @@ def test_invalid_http_is_logged_rarely(server: ServerProcess) -> None:
     assert server.log().count("Invalid HTTP") - before <= 3
 
 
-def test_repeated_warning_has_the_number_dropped() -> None:
+def test_repeated_warning_states_how_many_were_dropped() -> None:
     now = [0.0]
     seldom = SeldomFilter(10.0, lambda: now[0])
     logged = []
@@ -290,7 +290,7 @@ def test_idle_connections_do_not_block_clients(narrow: ServerProcess, begun: byt
         still = [place for place, sock in enumerate(idle) if is_open(sock)]
         assert MAX_CONNECTIONS - 4 <= len(still) <= MAX_CONNECTIONS
         assert still == list(range(len(idle)))[-len(still) :], "the oldest are closed first"
-    assert narrow.log().count("waiting ones are closed") == 1
+    assert narrow.log().count("closes one that waits for its client") == 1
 
 
 def test_reserve_serves_operators_and_health_checks(narrow: ServerProcess) -> None:
@@ -379,7 +379,7 @@ def serving(app: Any, talk: Callable[[int], Any], connections: Connections | Non
 
 
 def write_now(events: EventStream, piece: bytes) -> bool:
-    if not events.has_room():
+    if not events.can_write_now():
         return False
     events.write_now(piece)
     return True

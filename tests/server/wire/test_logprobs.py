@@ -39,7 +39,7 @@ def columns_of(entries: Entries) -> Logprobs:
     """Log probabilities as the engine returns them."""
     texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
     pieces = {token_id: None if text is None else text.encode() for token_id, text in texts.items()}
-    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
+    return Logprobs.from_entries([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
 
 
 def _arrays(entry: Mapping[int, Logprob]) -> TokenLogprobs:
@@ -89,7 +89,7 @@ def test_first_prompt_token_has_no_log_probability() -> None:
     assert found["text_offset"] == [3, 6]
 
 
-def test_zero_top_logprobs_keep_the_sampled_token() -> None:
+def test_zero_top_logprobs_still_return_the_sampled_token() -> None:
     assert completion(LogprobWriter(0), [9], [SAMPLED_IS_UNLIKELY])["top_logprobs"] == [{"é": -7.0}]
 
 
@@ -119,7 +119,7 @@ def entry_of(pieces: Mapping[int, Piece]) -> Logprobs:
     return Logprobs([len(token_ids)], token_ids, values, [*range(1, len(token_ids) + 1)], list(pieces.values()))
 
 
-def test_part_of_a_character_is_written_in_bytes() -> None:
+def test_token_with_part_of_a_character_is_written_as_escaped_bytes() -> None:
     columns = entry_of({7: b" \xf0\x9f", 8: "é".encode(), 9: b"\xc3"})
     found = json.loads(at_once(LogprobWriter(2).completion(placed([7], columns, "\ufffd"))))
     assert found["tokens"] == [r"bytes: \xf0\x9f"]
@@ -129,7 +129,7 @@ def test_part_of_a_character_is_written_in_bytes() -> None:
     assert [top["bytes"] for top in one["top_logprobs"]] == [[0x20, 0xF0, 0x9F], [0xC3, 0xA9], [0xC3]]
 
 
-def test_tokens_with_the_same_text_have_keys_of_their_own() -> None:
+def test_tokens_with_the_same_text_have_different_json_keys() -> None:
     """Cases: a byte and its character, and tokens without text; the sampled token keeps its text as key."""
     columns = entry_of({65: b"A", 7: b"A", 900: b"", 901: b""})
     found = json.loads(at_once(LogprobWriter(3).completion(placed([65], columns, "A"))))
@@ -137,7 +137,7 @@ def test_tokens_with_the_same_text_have_keys_of_their_own() -> None:
     assert found["top_logprobs"] == [{"A": -1.0, "token_id:7": -2.0, "": -3.0, "token_id:901": -4.0}]
 
 
-def test_a_token_that_the_text_leaves_out_has_a_name_and_no_bytes() -> None:
+def test_special_token_without_text_has_a_name_and_null_bytes() -> None:
     columns = entry_of({2: "</s>", 7: b"A"})
     found = json.loads(at_once(LogprobWriter(1).completion(placed([2], columns, ""))))
     assert found["tokens"] == ["</s>"] and found["top_logprobs"] == [{"</s>": -1.0, "A": -2.0}]
@@ -186,7 +186,7 @@ def test_token_offset_is_the_start_of_its_character(pieces: list[Piece], text: s
     assert offsets_of(places, pieces) == offsets
 
 
-def test_character_begun_by_the_prompt_has_one_offset() -> None:
+def test_tokens_of_one_character_share_its_offset() -> None:
     places = TextPlaces(5, "😀".encode()[:2])
     places.add_text("😀a", is_last=True)
     assert offsets_of(places, ["😀".encode()[2:3], "😀".encode()[3:], b"a"]) == [5, 5, 6]
@@ -195,27 +195,27 @@ def test_character_begun_by_the_prompt_has_one_offset() -> None:
 def test_token_offset_is_unknown_until_the_text_before_it_arrives() -> None:
     places = TextPlaces()
     places.add_text("a", is_last=False)  # the rest of it may be a stop string
-    assert places.knows(b"abc") and places.place(b"abc") == 0
-    assert not places.knows(b"d")
+    assert places.is_place_known(b"abc") and places.place(b"abc") == 0
+    assert not places.is_place_known(b"d")
     places.add_text("bc", is_last=False)
-    assert places.knows(b"d") and places.place(b"d") == 3
-    assert not places.knows(b"e")
+    assert places.is_place_known(b"d") and places.place(b"d") == 3
+    assert not places.is_place_known(b"e")
     places.add_text("", is_last=True)
-    assert places.knows(b"e") and places.place(b"e") == 3
+    assert places.is_place_known(b"e") and places.place(b"e") == 3
 
 
-def test_token_that_breaks_off_a_character_waits_for_its_replacement() -> None:
+def test_offset_after_an_invalid_character_is_unknown_until_its_text() -> None:
     """The text of a run of byte tokens comes with its end."""
     places = TextPlaces()
-    assert places.knows(b"\xc3") and places.place(b"\xc3") == 0
-    assert places.knows(b"\xa9"), "it finishes the character"
-    assert not places.knows(b"b")
+    assert places.is_place_known(b"\xc3") and places.place(b"\xc3") == 0
+    assert places.is_place_known(b"\xa9"), "it finishes the character"
+    assert not places.is_place_known(b"b")
     places.add_text("\ufffdb", is_last=False)
-    assert places.knows(b"b") and places.place(b"b") == 1
+    assert places.is_place_known(b"b") and places.place(b"b") == 1
 
 
 @given(st.text(st.sampled_from("aé日😀 \u0301\u200d\n"), max_size=12), st.lists(st.integers(1, 5)))
-def test_offsets_are_right_for_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
+def test_token_offsets_do_not_depend_on_the_pieces_of_a_text(text: str, sizes: list[int]) -> None:
     """The text arrives before all tokens, or in parts after them."""
     data, pieces = text.encode(), list[bytes]()
     for size in [*sizes, len(data)]:
@@ -232,7 +232,7 @@ def test_offsets_are_right_for_any_pieces_of_a_text(text: str, sizes: list[int])
     waiting = list(pieces)
     for end in range(len(text) + 1):
         late.add_text(text[max(0, end - 1) : end], is_last=end == len(text))
-        while waiting and late.knows(waiting[0]):
+        while waiting and late.is_place_known(waiting[0]):
             found.append(late.place(waiting.pop(0)))
     assert found == expected
 
@@ -251,11 +251,11 @@ def test_prompt_logprobs_are_keyed_by_token_id() -> None:
 def test_sampled_token_among_the_most_likely_is_listed_once() -> None:
     values = np.array([-0.5, -0.25, -0.5, -3.0], dtype=np.float32)
     entry = TokenLogprobs(np.array([7, 8, 7, 9]), values, 1)
-    found = Logprobs.of([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
+    found = Logprobs.from_entries([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
     assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], [b"seven", b"8", b"9"])
 
 
-def test_extend_appends_later_positions() -> None:
+def test_logprobs_extend_appends_later_positions() -> None:
     both = columns_of([None, SAMPLED_IS_LIKELY])
     both.extend(columns_of([SAMPLED_IS_UNLIKELY]))
     assert both == columns_of([None, SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])

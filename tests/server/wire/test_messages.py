@@ -90,7 +90,7 @@ def test_shared_objects_are_sent_once() -> None:
 
 
 def test_invalid_frames_are_refused() -> None:
-    with pytest.raises(ValueError, match="a frame of 4294967295 bytes; the limit is"):
+    with pytest.raises(ValueError, match="a message has 4294967295 bytes, but at most"):
         list(Unpacker().feed(b"\xff\xff\xff\xffHTTP"))
 
 

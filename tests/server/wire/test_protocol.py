@@ -99,7 +99,7 @@ HUGE: list[tuple[type[BaseModel], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "body", "words"), HUGE)
-def test_length_is_checked_first_and_first_wrong_element_ends_validation(
+def test_list_validation_checks_length_first_and_stops_at_first_error(
     model: type[BaseModel], body: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -181,7 +181,7 @@ def models_below(model: type[BaseModel]) -> set[type[BaseModel]]:
     return {model}.union(*map(models_below, model.__subclasses__()))
 
 
-def test_table_of_smallest_bodies_has_every_request_model() -> None:
+def test_required_bodies_include_every_request_model() -> None:
     bases = {ProtocolModel, ProtocolModel.__subclasses__()[0], SamplingFields, ChatFields}
     assert models_below(ProtocolModel) - bases == set(REQUIRED)
 
@@ -201,7 +201,7 @@ def test_null_is_the_default_of_every_field_that_may_be_left_out(model: type[Bas
         assert {"type": "null"} in described[known_as]["anyOf"], name
 
 
-def test_null_in_fields_whose_type_has_none_is_their_default() -> None:
+def test_null_becomes_the_default_of_fields_without_a_null_type() -> None:
     """One of each kind: numbers, truth values, names, lists, and fields of an object in the request."""
     fields = dict.fromkeys(("n", "min_tokens", "priority", "ignore_eos", "skip_special_tokens", "bad_words"))
     parts = {
@@ -280,25 +280,25 @@ def test_unknown_fields_are_ignored() -> None:
         ("stream_options", {"include_usage": True}),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
+def test_error_for_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
     error = refused(CompletionRequest, {"prompt": "a", field: value})
     assert error.param == field
     assert field in error.detail and "\n" not in error.detail
 
 
-def test_a_field_inside_another_is_refused_by_its_own_name() -> None:
+def test_error_in_a_nested_object_names_the_nested_field() -> None:
     error = refused(CompletionRequest, {"prompt": "a", "structured_outputs": {"structural_tag": "x"}})
     assert error.param == "structural_tag"
 
 
-def test_neutral_values_are_not_refused() -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     neutral = {"suffix": None, "best_of": 1, "use_beam_search": False, "kv_transfer_params": {}, "prompt_embeds": None}
     CompletionRequest.model_validate({"prompt": "a", **neutral})
     chat = {"audio": None, "functions": None, "function_call": "none", "chat_template": None, "modalities": ["text"]}
     ChatCompletionRequest.model_validate({"messages": [USER], **chat})
 
 
-def test_only_an_echo_may_request_no_token() -> None:
+def test_zero_max_tokens_is_accepted_only_with_echo() -> None:
     assert CompletionRequest.model_validate({"prompt": "a", "max_tokens": 0, "echo": True}).max_tokens == 0
     assert refused(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
 
@@ -361,7 +361,7 @@ def test_request_cannot_set_the_chat_template() -> None:
     assert refused(ChatCompletionRequest, {"messages": [USER], "chat_template": "{{ 1 }}"}).param == "chat_template"
 
 
-def test_the_last_message_is_continued_or_answered() -> None:
+def test_last_message_may_be_continued_instead_of_answered() -> None:
     body = {"messages": [USER], "continue_final_message": True}
     assert not ChatCompletionRequest.model_validate(body).add_generation_prompt
     error = refused(ChatCompletionRequest, {**body, "add_generation_prompt": True})
@@ -375,7 +375,7 @@ def test_top_logprobs_need_logprobs() -> None:
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def test_text_and_conversation_are_distinguished() -> None:
+def test_tokenize_distinguishes_text_from_conversation() -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(TokenizeRequest)
     assert isinstance(adapter.validate_python({"prompt": "a"}), TokenizeCompletionRequest)
     assert isinstance(adapter.validate_python({"messages": [USER]}), TokenizeChatRequest)
@@ -386,7 +386,7 @@ def test_text_and_conversation_are_distinguished() -> None:
     assert {error["loc"][0] for error in caught.value.errors()} == {"Chat"}  # not a word about a prompt
 
 
-def test_detokenize_takes_only_token_ids() -> None:
+def test_detokenize_accepts_only_token_ids() -> None:
     assert DetokenizeRequest.model_validate({"tokens": []}).tokens == []
     assert refused(DetokenizeRequest, {"tokens": [-1]}).param == "tokens"
 
@@ -394,7 +394,7 @@ def test_detokenize_takes_only_token_ids() -> None:
 # ------------------------------------------------------------------------------------------------- messages
 
 
-def test_an_error_names_the_value_shortly_and_the_limit() -> None:
+def test_error_contains_a_shortened_value_and_the_limit() -> None:
     error = refused(CompletionRequest, {"prompt": "a", "temperature": -1})
     assert "temperature" in error.detail and "-1" in error.detail and "0" in error.detail
     error = refused(CompletionRequest, {"prompt": "a", "user": "x" * 100_000})
@@ -403,7 +403,7 @@ def test_an_error_names_the_value_shortly_and_the_limit() -> None:
     assert "more fields" in error.detail and len(error.detail) < 600
 
 
-def test_an_error_quotes_nothing_that_breaks_a_line() -> None:
+def test_error_is_one_line_for_any_value() -> None:
     error = refused(CompletionRequest, {"prompt": "a", "temperature": "\r\n\u2028\x1b[31m"})
     assert error.detail.isprintable()
 
@@ -444,7 +444,7 @@ def test_conversations_and_biases_have_a_maximum_length() -> None:
     assert "131072" in refused(DetokenizeRequest, {"tokens": [1] * 131_073}).detail
 
 
-def test_a_refusal_names_its_field_once() -> None:
+def test_error_names_its_field_only_once() -> None:
     assert refused(CompletionRequest, {"prompt": "a", "suffix": "b"}).detail.count("suffix:") == 1
     assert refused(CompletionRequest, {"prompt": ""}).detail.count("prompt:") == 1
     assert refused(CompletionRequest, {"prompt": "a", "temperature": -1}).detail.startswith("temperature: ")

@@ -45,7 +45,7 @@ def with_client(test: Callable[[Client], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_work_completes_for_a_connected_client() -> None:
+def test_work_completes_while_the_client_is_connected() -> None:
     async def test(client: Client) -> None:
         done: list[int] = []
 
@@ -111,7 +111,7 @@ def test_cancelling_the_response_cancels_the_work() -> None:
     with_client(test)
 
 
-def test_disconnect_at_the_end_cancels_nothing_later() -> None:
+def test_disconnect_when_the_work_ends_cancels_no_later_work() -> None:
     """Disconnect and end may come in either order within an iteration of the event loop."""
 
     async def test(client: Client) -> None:
@@ -155,7 +155,7 @@ def test_work_failing_at_disconnect_raises_and_leaves_no_cancellation() -> None:
     with_client(test)
 
 
-def test_a_stream_has_headers_events_and_an_end() -> None:
+def test_event_stream_has_headers_events_and_an_end() -> None:
     async def test(client: Client) -> None:
         events = EventStream(client.send, {"x-request-id": "a"})
         await events.open()
@@ -187,7 +187,7 @@ def test_slow_reader_blocks_the_writer() -> None:
     with_client(test)
 
 
-def test_a_body_is_json_with_its_length() -> None:
+def test_json_response_has_its_content_length() -> None:
     async def test(client: Client) -> None:
         await send_json(client.send, ['{"text":"é"}'.encode()], {"x-request-id": "a"})
         headers = dict(client.sent[0]["headers"])
@@ -197,14 +197,14 @@ def test_a_body_is_json_with_its_length() -> None:
     with_client(test)
 
 
-def test_with_json_joins_fields_and_written_json() -> None:
+def test_with_json_combines_values_and_prewritten_json() -> None:
     assert json.loads(with_json({"a": "é"}, {"b": "[1,2]", "c": "null"})) == {"a": "é", "b": [1, 2], "c": None}
     assert with_json({"a": "é"}, {"b": "1"}, is_ascii=False) == '{"a":"é","b":1}'
     with pytest.raises(ValueError, match="JSON"):
         with_json({"bad": float("nan")}, {"b": "1"})
 
 
-def test_text_is_quoted_as_json_does() -> None:
+def test_quote_escapes_text_like_the_json_module() -> None:
     for text in ("", 'a"b\\c', "\n\t\x00\x1f\x7f", "é 日 \U0001f40d", "\u2028\u0085"):
         assert json.loads(quote(text)) == text
         assert quote(text).isascii() and quote(text).isprintable()
