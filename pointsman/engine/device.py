@@ -39,7 +39,7 @@ def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) 
     """
     places, size = _offsets(arrays)
     if into is not None and len(into) < size:
-        raise ValueError(f"the arrays of a step take {size} bytes and the buffer has {len(into)}")
+        raise ValueError(f"the arrays of a step take {size} bytes, but `into` has only {len(into)}")
     is_cuda = device.type == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
     content = host.numpy()

@@ -77,7 +77,7 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
     """
     seconds = after.time - before.time
     if seconds <= 0:
-        raise ValueError(f"the readings are {seconds} seconds apart; give the earlier one first")
+        raise ValueError(f"the second reading is {seconds} s after the first; give the earlier reading first")
     was, now = before.scheduler, after.scheduler
     num_prompt_tokens = after.counters.num_prompt_tokens - before.counters.num_prompt_tokens
     num_generated_tokens = after.counters.num_generated_tokens - before.counters.num_generated_tokens

@@ -314,7 +314,7 @@ def test_a_step_without_rows_does_not_run_the_model(loaded: LoadedModel, monkeyp
     ("knobs", "message"),
     [
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4, less than max_num_seqs 64"),
-        ({"max_model_len": 1000}, "max_model_len is 1000, but the model was made for at most 256"),
+        ({"max_model_len": 1000}, "max_model_len is 1000, but the model allows at most 256 tokens"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"kv_cache_bytes": 10}, "less than one block"),
         ({"num_blocks": 4, "kv_cache_bytes": 10**6}, "both given"),

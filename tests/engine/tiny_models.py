@@ -312,7 +312,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "phimoe-window": Refusal(
         Family("phimoe", "sliding window", {"num_local_experts": 4, **SLIDES}),
-        "handed to no layer's attention function",
+        "no layer passes its sliding window of 20 to the attention function",
         "applies its window through a mask, which the paged path does not read",
     ),
     "falcon_h1": Refusal(

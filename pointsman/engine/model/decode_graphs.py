@@ -184,7 +184,10 @@ class DecodeGraphs:
         started, before = time.perf_counter(), taken()
         for size in reversed(self.sizes):
             if taken() - before > max_bytes:
-                logger.warning("no CUDA graphs of %d rows and fewer: the larger graphs used their memory", size)
+                logger.warning(
+                    "no CUDA graphs of %d rows or fewer are recorded: larger graphs have used all memory for graphs",
+                    size,
+                )
                 break
             try:
                 self._recorded[size] = self._record(size)
@@ -194,7 +197,7 @@ class DecodeGraphs:
                 return
         self.sizes = sorted(self._recorded)
         logger.info(
-            "%d CUDA graphs of up to %d rows: %.1f s, %.1f MiB",
+            "recorded %d CUDA graphs of up to %d rows in %.1f s; they take %.1f MiB",
             len(self.sizes),
             max(self.sizes, default=0),
             time.perf_counter() - started,

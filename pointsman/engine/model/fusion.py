@@ -244,7 +244,7 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
             _logits_match(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
         )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # for example, the layer is not the last
-        logger.info("the last layer computes all tokens: %s", first_line(error))
+        logger.info("the last layer also computes tokens whose logits are not needed: %s", first_line(error))
         right = False
     finally:
         step.context.keep = None

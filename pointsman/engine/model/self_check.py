@@ -98,7 +98,7 @@ class SelfCheck:
         error = self._error(paged, self.plain)
         if error <= TOLERANCE[dtype]:
             return
-        text = f"at most {TOLERANCE[dtype]} is rounding"
+        text = f"rounding causes at most {TOLERANCE[dtype]}"
         if dtype != torch.float32 and not fused:
             with in_float32(self.model):
                 self._in_float32 = self._plain_logits()
@@ -107,10 +107,11 @@ class SelfCheck:
             error = self._error(paged, self._in_float32)
             if error <= MAX_RATIO_OF_ERRORS * own:
                 return
-            text = f"in float32, and its own rounding makes {own:.2g}"
+            text = f"measured against float32; rounding alone causes {own:.2g}"
         raise UnsupportedModel(
-            f"{self.model.config.model_type}: logits of the paged path differ from transformers' own by {error:.2g} of "
-            f"their spread ({text}); some part of this model is not computed per token"
+            f"{self.model.config.model_type}: logits of paged attention differ from transformers' "
+            f"logits by {error:.2g} of their standard deviation ({text}); this model "
+            "has an operation that does not work in mixed batches"
         )
 
     def _plain_logits(self) -> list[Tensor]:

@@ -71,7 +71,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any | None, counters: EngineCounters, stream_interval: int = 1) -> None:
         if not isinstance(stream_interval, int) or isinstance(stream_interval, bool) or stream_interval < 1:
             raise ValueError(
-                f"stream_interval is {stream_interval!r}; it must be an integer of at least 1: every token"
+                f"stream_interval is {stream_interval!r}; it must be an integer of at least 1 (1: every token)"
             )
         self._stream_interval = stream_interval
         self.decoder = TextDecoder(tokenizer) if tokenizer is not None else None

@@ -424,10 +424,14 @@ class RequestOutput:
         start = 0
         if previous is not None:
             if previous._transcript is not self._transcript:
-                raise ValueError(f"an output of {previous.request_id!r} precedes none of {self.request_id!r}")
+                raise ValueError(
+                    f"previous is an output of request {previous.request_id!r}; give one of request {self.request_id!r}"
+                )
             start = previous._end
             if start > self._end:
-                raise ValueError(f"the output given has {start} tokens, and this one only {self._end}; swap the two")
+                raise ValueError(
+                    f"previous has {start} tokens, but this output has only {self._end}; call since of the later output"
+                )
         return RequestOutput(self._transcript, start, self._end, self.finished)
 
     @property

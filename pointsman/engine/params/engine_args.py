@@ -52,7 +52,7 @@ not added."""
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
     "kv_groups": "the engine derives the groups from the model's layers, unless disable_hybrid_kv_cache_manager is set",
-    "enable_kv_cache_events": "events are kept when kv_events_config says where to publish them",
+    "enable_kv_cache_events": "the engine sets it when kv_events_config says where to publish events",
     "max_loras": "the engine has no adapters",
     "encoder_budget": "the engine has no encoder inputs",
     "encoder_cache_size": "the engine has no encoder inputs",
@@ -180,7 +180,11 @@ class KVKnobs:
                 'kv_offload_bytes, or use "recompute"'
             )
         if self.kv_store_role == "consumer" and self.kv_store_bytes is not None:
-            raise _without_effect("kv_store_bytes", self.kv_store_bytes, "a consumer writes nothing; set it elsewhere")
+            raise _without_effect(
+                "kv_store_bytes",
+                self.kv_store_bytes,
+                "an engine with kv_store_role consumer writes nothing; set it in the engines that write",
+            )
         for name in ("kv_offload_bytes", "kv_store"):
             if getattr(self, name) is not None and not config.enable_prefix_caching:
                 raise _without_effect(name, getattr(self, name), "enable_prefix_caching is off; switch it on")
@@ -247,17 +251,17 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     method = values.pop("method", None)
     if method != "ngram":
         raise ConfigError(
-            f'speculative_config: method is {method!r}; the only supported method is "ngram", prompt lookup'
+            f'speculative_config: method is {method!r}; the only supported method is "ngram" (prompt lookup)'
         )
     for key in values:
         if key not in SPECULATIVE_KEYS:
-            remedy = SPECULATIVE_REMEDIES.get(key, f"known are method, {', '.join(SPECULATIVE_KEYS)}")
+            remedy = SPECULATIVE_REMEDIES.get(key, f"supported are method, {', '.join(SPECULATIVE_KEYS)}")
             raise ConfigError(f"speculative_config: {key} is not supported; {remedy}")
     tokens = values.get("num_speculative_tokens")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
             f"speculative_config: num_speculative_tokens is {tokens!r}; it must be an integer of at least 1, the "
-            "maximum number of drafts of a request and step"
+            "maximum number of draft tokens of a request in a step"
         )
     for one, other in (("prompt_lookup_min", "prompt_lookup_max"), ("prompt_lookup_max", "prompt_lookup_min")):
         if one in values:
@@ -286,11 +290,11 @@ def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngra
             raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1, a number of tokens")
     if min_ngram > max_ngram:
         raise ConfigError(
-            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max {max_ngram}; lower it or raise that"
+            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max, {max_ngram}; lower prompt_lookup_min"
         )
     if config.num_draft_tokens and config.max_steps_in_flight > 1:
         raise ConfigError(
             f"num_draft_tokens is {config.num_draft_tokens} and max_steps_in_flight {config.max_steps_in_flight}: "
-            "drafts continue the newest token, which a step scheduled ahead does not know; leave one at its default"
+            "drafts need the newest token, which is not known with several steps in flight; set only one of these knobs"
         )
     return min_ngram, max_ngram

@@ -253,7 +253,7 @@ class _Preparation:
             else:
                 raise ValueError(
                     f"the JSON schema cannot be enforced at {_path_text(path)}: $ref is {_shown(reference)}, "
-                    "and there is nothing in this place; describe it there"
+                    "and the schema has nothing at this path; add the definition or correct $ref"
                 )
         return target
 

@@ -223,7 +223,9 @@ class SamplingParams:
         for name, token_ids in (("logit_bias", self.logit_bias), ("allowed_token_ids", self.allowed_token_ids)):
             worst = max(token_ids or (), default=0)
             if worst >= vocab_size:
-                raise ValueError(f"{name} names token {worst}, and the model's vocabulary has {vocab_size}; remove it")
+                raise ValueError(
+                    f"{name} names token {worst}, and the model's vocabulary has {vocab_size} tokens; remove it"
+                )
 
     @property
     def has_penalties(self) -> bool:

@@ -67,7 +67,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [name for name in _WAYS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            what = " and ".join(given) if given else "none of them"
+            what = " and ".join(given) if given else "no form"
             raise ValueError(f"structured_outputs has {what}; give exactly one of {', '.join(_WAYS)}")
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
@@ -123,7 +123,7 @@ def _dumped(value: object) -> str:
     try:
         return json_module.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"json holds what JSON cannot express: {error}; give a JSON schema") from None
+        raise ValueError(f"json has a value that JSON cannot express: {error}; give a JSON schema") from None
     except RecursionError:
         raise ValueError("json is nested too deeply; flatten the schema") from None
 

@@ -115,7 +115,9 @@ class DeviceParameters:
             ValueError: the batch has more than n rows.
         """
         if batch.num_rows > n:
-            raise ValueError(f"the batch has {batch.num_rows} rows, and the columns only {n}; use columns of more rows")
+            raise ValueError(
+                f"the batch has {batch.num_rows} rows, and the columns have only {n}; make columns for more rows"
+            )
         random = batch.random
         temperature = np.zeros(n, dtype=np.float32)
         temperature[random] = batch.temperature
@@ -151,7 +153,7 @@ class DeviceRace:
             raise ValueError(f"max_rows is {max_rows}; it must be 1 or more")
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(
-                f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB_SIZE}; sample such a model elsewhere"
+                f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB_SIZE}; run a larger model on a CPU"
             )
         self.max_rows = max_rows
         self.vocab_size = vocab_size
@@ -227,7 +229,8 @@ class DeviceRace:
         num_rows = len(logits)
         if num_rows > self.max_rows:
             raise ValueError(
-                f"logits have {num_rows} rows, and this race at most {self.max_rows}; make a DeviceRace of more rows"
+                f"logits have {num_rows} rows, but max_rows is {self.max_rows}; make a DeviceRace "
+                "with a larger max_rows"
             )
         if logits.dtype not in _DTYPES or logits.stride(1) != 1:
             raise ValueError(

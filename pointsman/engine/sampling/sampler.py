@@ -150,7 +150,9 @@ class Sampler:
             bad_words = bad_word_sequences(self._tokenizer, request.metadata.bad_words)
             grammar = self._grammars.get(request)
             if grammar is None and request.metadata.structured_outputs is not None:
-                raise GrammarError("its grammar was not compiled; add the request through Engine.add_request")
+                raise GrammarError(
+                    "the grammar of the request was not compiled; add the request with Engine.add_request"
+                )
             row = self._edited[request.request_id] = EditedRow(request, serial, self.vocab_size, bad_words, grammar)
         return row
 

@@ -272,7 +272,9 @@ def _check_format(name: str, files: Iterable[str]) -> None:
             "its path"
         )
     if "adapter_config.json" in files:
-        raise ModelLoadError(f"{name} holds an adapter and no model of its own; give the model that it adapts, merged")
+        raise ModelLoadError(
+            f"{name} has only an adapter; merge it into its base model, and give the path of the result"
+        )
     if CONFIG not in files:
         raise ModelLoadError(f"{name} has no {CONFIG}; choose a repository of a language model in safetensors")
     if pickles:
@@ -295,7 +297,8 @@ def _weight_files(path: Path) -> list[str]:
     names = weight_map.values() if isinstance(weight_map, Mapping) else [None]
     if not all(isinstance(one, str) and one.endswith(".safetensors") for one in names):
         raise ModelLoadError(
-            f"{path / INDEX}: weight_map must be an object of tensor -> *.safetensors; choose another revision"
+            f"{path / INDEX}: weight_map must be an object that maps tensor names to *.safetensors files; "
+            "choose another revision"
         )
     return sorted(set(names))
 
@@ -309,8 +312,8 @@ def _check_space(name: str, cache: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(cache).free
     if num_bytes > free:
         raise ModelLoadError(
-            f"{name} takes {_size(num_bytes)} and {cache} has {_size(free)} free; free some, or give another disk with "
-            "--download-dir or HF_HOME"
+            f"{name} takes {_size(num_bytes)} and {cache} has {_size(free)} free; free disk space, or name a folder on "
+            "another disk with --download-dir or HF_HOME"
         )
 
 

@@ -270,7 +270,9 @@ class TextDecoder:
             unreadable = {token_id for token_id in token_ids if not _can_decode(decode, token_id)}
             if not unreadable:
                 raise
-            logger.warning("the tokenizer cannot decode token %d, which has no text then: %s", min(unreadable), error)
+            logger.warning(
+                "the tokenizer cannot decode token %d, so this token adds no text: %s", min(unreadable), error
+            )
             self._unreadable |= unreadable
             return decode([token_id for token_id in token_ids if token_id not in unreadable])
 

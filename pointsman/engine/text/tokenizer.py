@@ -105,7 +105,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {first_line(error)}; copy it again") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} holds no JSON object but a {type(content).__name__}; copy it again")
+        raise ModelLoadError(f"{file} must have a JSON object, not a {type(content).__name__}; copy it again")
     return content
 
 

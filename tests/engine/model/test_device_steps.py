@@ -206,7 +206,7 @@ def test_no_graphs_are_recorded_beyond_the_memory_limit(loaded: LoadedModel, cap
     engine.runner.record_graphs(100, lambda: next(taken), Again())
     steps = engine.runner._device_steps
     assert steps is not None and steps.graphs is not None and steps.graphs.sizes == [2, 4]
-    assert "no CUDA graphs of 1 rows and fewer" in caplog.text
+    assert "no CUDA graphs of 1 rows or fewer" in caplog.text
     assert run(engine, 1) == run(make(loaded, "torch"), 1)
 
 

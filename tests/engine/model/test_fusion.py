@@ -180,7 +180,7 @@ def test_a_model_whose_fusion_fails_is_loaded_again(
     monkeypatch.setattr(FusedAttention, "forward", right_alone)
     loaded = load_model(tmp_path)
     assert loaded.fused == {} and loaded.attention.name == "numba"
-    assert "loading it again with its own layers" in caplog.text
+    assert "loading the model again with its own layers" in caplog.text
 
 
 def test_attention_that_depends_on_positions_is_not_fused() -> None:
@@ -263,7 +263,7 @@ def test_int8_outputs_do_not_depend_on_other_requests() -> None:
 def test_a_fused_model_needs_its_own_attention() -> None:
     loaded = wrap_model(build(FAMILIES["qwen2"]()))
     for attention in ("torch", TorchAttention, TorchAttention(loaded.layers)):
-        with pytest.raises(ValueError, match=r"fused layers, which need its own attention \(numba\) and not torch"):
+        with pytest.raises(ValueError, match=r"fused layers, which need the attention numba, not torch"):
             Engine(loaded, attention=attention, num_blocks=8)
     plain = wrap_model(build(FAMILIES["qwen2"]()), fuse=False)
     assert Engine(plain, attention="torch", num_blocks=8).attention.name == "torch"

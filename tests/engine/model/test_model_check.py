@@ -29,7 +29,7 @@ from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.self_check import TOLERANCE, SelfCheck, relative_error
 from tests.engine.tiny_models import COMMON, FAMILIES, ORIGINAL_LONGROPE, VOCAB_SIZE, build, longrope
 
-DIFFER = "logits of the paged path differ"
+DIFFER = "logits of paged attention differ"
 
 
 @pytest.fixture(params=["torch", "fast"])
@@ -120,7 +120,7 @@ def test_faults_are_found_despite_bad_rounding() -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, "window")
 
-    with pytest.raises(UnsupportedModel, match="in float32, and its own rounding makes"):
+    with pytest.raises(UnsupportedModel, match="measured against float32; rounding alone causes"):
         wrap_model(sharp_mistral(), attention=factory)
 
 

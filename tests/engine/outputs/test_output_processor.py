@@ -90,9 +90,9 @@ def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager:
 
 def test_since_refuses_outputs_that_do_not_match(engine: Engine) -> None:
     first, *_, last = run(engine, GREEDY)
-    with pytest.raises(ValueError, match="has 24 tokens, and this one only 1; swap"):
+    with pytest.raises(ValueError, match="has 24 tokens, but this output has only 1; call since"):
         first.since(last)
-    with pytest.raises(ValueError, match="precedes none of 'a'"):
+    with pytest.raises(ValueError, match="give one of request 'a'"):
         last.since(run(engine, GREEDY)[0])
 
 

@@ -46,7 +46,7 @@ def test_speculative_config_sets_knobs(more: dict[str, Any], lookup: dict[str, i
         ({**CONFIG, "method": "eagle3"}, {}, "method is 'eagle3'"),
         ({**CONFIG, "model": "small"}, {}, "model is not supported; drafts come from the request's own tokens"),
         ({**CONFIG, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, {}, "use the knob draft_table"),
-        ({**CONFIG, "num_tokens": 3}, {}, "num_tokens is not supported; known are method, num_speculative_tokens"),
+        ({**CONFIG, "num_tokens": 3}, {}, "num_tokens is not supported; supported are method, num_speculative_tokens"),
         ({"method": "ngram"}, {}, "num_speculative_tokens is None; it must be an integer of at least 1"),
         ({**CONFIG, "num_speculative_tokens": 0}, {}, "num_speculative_tokens is 0"),
         ({**CONFIG, "num_speculative_tokens": True}, {}, "num_speculative_tokens is True"),

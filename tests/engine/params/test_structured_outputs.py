@@ -55,7 +55,7 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "none of them"),
+        ({}, "no form"),
         ({"json_object": False}, "none of them"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice; give exactly one"),
         ({"json_object": 1}, "json_object is 1"),
@@ -162,7 +162,7 @@ def test_schemas_that_are_enforced_pass(seed: int) -> None:
         ({"type": "integer", "minimum": 3, "exclusiveMaximum": 2}, "no number is at least 3 and at most 2; swap them"),
         ({"type": "number", "minimum": True}, "'minimum' is True; it must be a number of 64 bits"),
         ({"type": "object", "minProperties": 2}, "'minProperties' is 2, and a text may have one name twice"),
-        ({"$ref": "#/$defs/missing"}, "$ref is '#/$defs/missing', and there is nothing in this place"),
+        ({"$ref": "#/$defs/missing"}, "$ref is '#/$defs/missing', and the schema has nothing at this path"),
         ({"properties": {"a": 3}}, "has 3 where a schema belongs, at /properties/a"),
     ],
 )

@@ -269,7 +269,7 @@ def test_columns_scatter_rows_and_make_other_rows_greedy() -> None:
         "min_p": ("float32", [0.0, float(np.float32(0.1)), 0.0]),
         "keys": ("int64", [0, int(batch.keys.view(np.int64)[0]), 0]),
     }
-    with pytest.raises(ValueError, match="has 2 rows, and the columns only 1"):
+    with pytest.raises(ValueError, match="has 2 rows, and the columns have only 1"):
         DeviceParameters.columns(batch, 1)
 
 
@@ -282,7 +282,7 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     race.choose(logits[:0], parameters, tokens[:0], ok[:0])
     for message, arguments in (
         ("must be [n, 8]", (logits[:, :7], parameters, tokens, ok)),
-        ("at most 2; make a DeviceRace of more", (torch.zeros(3, 8), parameters, tokens, ok)),
+        ("max_rows is 2; make a DeviceRace", (torch.zeros(3, 8), parameters, tokens, ok)),
         ("torch.float64 with strides", (logits.double(), parameters, tokens, ok)),
         ("strides (1, 2)", (torch.zeros(8, 2).T, parameters, tokens, ok)),
         ("parameters.top_p is [2] torch.float32", (logits, replace(parameters, top_p=torch.ones(2)), tokens, ok)),
