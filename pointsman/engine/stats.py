@@ -160,7 +160,7 @@ class StatsLogger:
         logged."""
         return self._clock() - self._started >= SHORT_RUN and self.flush()
 
-    def wait(self) -> float | None:
+    def seconds_to_next_line(self) -> float | None:
         """Seconds until the next line is due if the engine stays idle from now on; None: no line will be due."""
         if self._engine.counters.num_steps == self._before.counters.num_steps:
             return None

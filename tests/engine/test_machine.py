@@ -50,7 +50,7 @@ def test_idle_engines_return_freed_pages() -> None:
     code = """
 import sys
 import torch
-from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.machine import return_freed_pages, keep_freed_pages
 from pathlib import Path
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -59,7 +59,7 @@ large = [torch.ones(4 << 20) for _ in range(8)]
 small = torch.ones(1 << 12)
 del large
 before = resident()
-give_back_freed_pages()
+return_freed_pages()
 print(before - resident() >> 20)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

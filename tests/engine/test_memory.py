@@ -17,10 +17,10 @@ from pointsman.engine.memory import (
     CudaMemory,
     DeviceBudget,
     device_memory,
+    explain_out_of_memory,
     is_out_of_memory,
     kv_budget,
     measure_peak,
-    naming_out_of_memory,
     use_device,
 )
 from pointsman.engine.model.loaded import LoadedModel
@@ -198,10 +198,10 @@ def test_out_of_memory_is_found_behind_other_errors() -> None:
     assert not is_out_of_memory(EngineStepError("step 1 failed")) and not is_out_of_memory(
         RuntimeError("out of memory")
     )
-    with pytest.raises(ModelLoadError) as caught, naming_out_of_memory("loading", "lower it", ModelLoadError):
+    with pytest.raises(ModelLoadError) as caught, explain_out_of_memory("loading", "lower it", ModelLoadError):
         raise step from FULL
     assert str(caught.value) == "loading needs more memory than the device has free (step 1 failed); lower it"
-    with pytest.raises(KeyError), naming_out_of_memory("loading", "lower it"):
+    with pytest.raises(KeyError), explain_out_of_memory("loading", "lower it"):
         raise KeyError("another")
 
 

@@ -39,7 +39,7 @@ def with_pulse(measured: Pulse, work: Callable[[], Any]) -> None:
 
 def test_the_longest_silence_is_within_a_step(wait: Callable[[float], None]) -> None:
     measured = Pulse()
-    assert measured.take() == PulseReading(0.0, None)
+    assert measured.take_reading() == PulseReading(0.0, None)
     for silence in (0.5, 2.0, 0.25):
         wait(1000.0)  # idle
         measured.begin()
@@ -47,11 +47,11 @@ def test_the_longest_silence_is_within_a_step(wait: Callable[[float], None]) -> 
         measured.beat()
         wait(silence)
         measured.end()
-    assert measured.take() == PulseReading(2.0, pytest.approx((2.75 + 3 * 0.125) / 3))
-    assert measured.take() == PulseReading(0.0, None), "each reading resets the measurements"
+    assert measured.take_reading() == PulseReading(2.0, pytest.approx((2.75 + 3 * 0.125) / 3))
+    assert measured.take_reading() == PulseReading(0.0, None), "each reading resets the measurements"
     wait(1000.0)
     measured.beat()  # outside of a step
-    assert measured.take().longest == 0.0
+    assert measured.take_reading().longest == 0.0
 
 
 def test_an_announced_silence_does_not_count_and_ends_with_the_next_beat(wait: Callable[[float], None]) -> None:
@@ -64,7 +64,7 @@ def test_an_announced_silence_does_not_count_and_ends_with_the_next_beat(wait: C
     wait(3.0)
     measured.end()
     assert reported == [60.0, 0.0]
-    assert measured.take().longest == 3.0
+    assert measured.take_reading().longest == 3.0
     measured.begin()
     measured.beat(60.0)
     wait(50.0)
@@ -72,7 +72,7 @@ def test_an_announced_silence_does_not_count_and_ends_with_the_next_beat(wait: C
     measured.begin()
     wait(1.0)
     measured.end()
-    assert measured.take().longest == 1.0, "the end of a step also ends a silence"
+    assert measured.take_reading().longest == 1.0, "the end of a step also ends a silence"
 
 
 def test_beats_are_not_reported_more_often_than_needed(wait: Callable[[float], None]) -> None:

@@ -114,15 +114,15 @@ def test_an_idle_engine_is_silent_after_one_last_line(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
-    assert log.wait() is None, "without activity no line is due"
+    assert log.seconds_to_next_line() is None, "without activity no line is due"
     clock.now += 50.0
     assert not log.tick()
     engine.add_request("a", [5] * 8, SIXTEEN)
     steps(engine)
     clock.now += 4.0
-    assert log.wait() == pytest.approx(6.0)
+    assert log.seconds_to_next_line() == pytest.approx(6.0)
     clock.now += 6.0
-    assert log.wait() == 0.0 and log.tick() and log.wait() is None
+    assert log.seconds_to_next_line() == 0.0 and log.tick() and log.seconds_to_next_line() is None
     for _ in range(5):
         clock.now += 1000.0
         assert not log.tick()

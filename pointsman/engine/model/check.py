@@ -130,7 +130,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
         module.inv_freq.copy_(frequencies)
         module.rope_type = "default"  # with this type, transformers does not choose frequencies
-        _check_fixed(name, module, original, config)
+        _check_frequencies_are_fixed(name, module, original, config)
     if is_long:
         logger.warning(
             "%s: all requests use the rotary frequencies for more than %d tokens, also shorter ones, for which "
@@ -143,7 +143,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
     return min(original, longest)
 
 
-def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
+def _check_frequencies_are_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
     """Refuse a rotary module whose angles at a position still depend on the largest position of the batch."""
     frequencies = module.get_buffer("inv_freq")
     hidden = frequencies.new_zeros(1, 1, config.hidden_size)
@@ -245,7 +245,7 @@ def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
 # --------------------------------------------------------------------------------------------------- shared parts
 
 
-def attach(layers: list[ProbedLayer]) -> AttentionContext:
+def attach_paged_attention(layers: list[ProbedLayer]) -> AttentionContext:
     """Set a paged attention handler for every attention module; returns the context that all these handlers share,
     which will hold the plans and the pool of the current step."""
     context = AttentionContext()

@@ -99,9 +99,9 @@ class JoinedLinear(nn.Module):
             return
         weight = self.weight
         if quantization == "int4":
-            self._groups, weight = quantized.in_groups(weight) or (None, weight)
+            self._groups, weight = quantized.quantize_in_groups(weight) or (None, weight)
         if quantization == "int8" or (quantization == "int4" and weight.dtype == torch.float32):
-            self._stored = quantized.per_feature(weight.float())
+            self._stored = quantized.quantize_per_feature(weight.float())
             limit = quantized.activation_limit()
             bias = self.bias = None if self.bias is None else self.bias.float()
             self._split = np.array([0, 0, 0, 0, 0, self.in_features, limit], dtype=np.int64)

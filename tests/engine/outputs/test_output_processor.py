@@ -71,7 +71,7 @@ def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager:
             if rng.random() < 0.3:
                 assert isinstance(snapshots[-1].text, str)  # read at once
         if is_eager:
-            transcript.make_rest()
+            transcript.make_remaining_text()
         transcript.finish("stop", "", None)
         last = RequestOutput(transcript, 0, len(token_ids), finished=True)
         texts = [snapshot.text for snapshot in rng.sample(snapshots, len(snapshots))]

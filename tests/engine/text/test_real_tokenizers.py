@@ -38,7 +38,7 @@ def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
         prompt, output = token_ids[:split], token_ids[split:]
         for before in (prompt, [*tokenizer("")["input_ids"], *prompt]):
             stream = decoder.stream()
-            stream.begin_behind(before)
+            stream.continue_prompt(before)
             text = stream.whole(output)
             assert "".join([*map(stream.feed, output), stream.flush()]) == text
             assert decoder.prompt_text(prompt) + text == whole

@@ -33,7 +33,7 @@ REPLACEMENT = "\ufffd"
 def pieces_behind(decoder: TextDecoder, prompt: list[int], token_ids: list[int]) -> list[str]:
     """The text of each token, and the rest."""
     stream = decoder.stream()
-    stream.begin_behind(prompt)
+    stream.continue_prompt(prompt)
     whole = stream.whole(token_ids)
     pieces = [*(stream.feed(token_id) for token_id in token_ids), stream.flush()]
     assert "".join(pieces) == whole
@@ -124,7 +124,7 @@ def test_outputs_of_a_request_are_text_behind_its_prompt(kind: str, is_eager: bo
                 transcript.make_text(len(transcript.token_ids))
             outputs.append(RequestOutput(transcript, len(transcript.token_ids) - 1, len(transcript.token_ids)))
         if is_eager:
-            transcript.make_rest()
+            transcript.make_remaining_text()
         transcript.finish("stop", "", None)
         outputs.append(RequestOutput(transcript, len(token_ids), len(token_ids), finished=True))
         whole = RequestOutput(transcript, 0, len(token_ids), finished=True)
@@ -144,7 +144,7 @@ def test_the_first_word_keeps_its_space() -> None:
     assert pieces_behind(decoder, prompt, the) == [" The", ""]
     assert pieces_behind(decoder, tokens_of(tokenizer, "<s>"), the) == ["The", ""]
     detokenizer = Detokenizer(decoder.stream(), [" The"])
-    detokenizer.begin_behind(prompt)
+    detokenizer.continue_prompt(prompt)
     assert (detokenizer.feed(the[0]), detokenizer.stop_reason) == ("", " The")
 
 
@@ -222,10 +222,10 @@ def test_only_the_end_of_a_long_prompt_is_detokenized() -> None:
             return super().decode(token_ids, **options)
 
     stream = TextDecoder(tokenizer).stream()
-    stream.begin_behind(tokens_of(tokenizer, "") * 100_000)
-    stream.begin_behind(tokens_of(tokenizer, "b") * 100_000)
+    stream.continue_prompt(tokens_of(tokenizer, "") * 100_000)
+    stream.continue_prompt(tokens_of(tokenizer, "b") * 100_000)
     slow = TextDecoder(Counting(tokenizer, frozenset())).stream()
-    slow.begin_behind(tokens_of(tokenizer, "b") * 100_000)
+    slow.continue_prompt(tokens_of(tokenizer, "b") * 100_000)
     assert sum(calls) < 100
 
 
