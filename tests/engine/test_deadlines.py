@@ -14,7 +14,7 @@ def request(name: str) -> Request:
     return Request(name, [1, 2, 3], arrival_time=0.0, max_tokens=4)
 
 
-def test_the_longest_overdue_comes_first_and_once() -> None:
+def test_overdue_requests_are_returned_once_longest_overdue_first() -> None:
     deadlines = Deadlines()
     for name, deadline in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("same", 2.0)):
         deadlines.add(request(name), deadline)

@@ -98,7 +98,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_with_numbers(loaded: LoadedMod
         engine.add_request("a", [5] * 9, GREEDY)
 
 
-def test_an_id_in_use_is_refused(engine: Engine) -> None:
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
     engine.add_request("a", [3], GREEDY)
     with pytest.raises(DuplicateRequest):
         engine.add_request("a", [4], GREEDY)
@@ -273,7 +273,7 @@ def test_an_interrupt_between_parts_of_a_step_leaves_the_engine_usable(
     assert done["a"].token_ids == done["other"].token_ids and len(done["a"].token_ids) == 8
 
 
-def test_only_the_row_with_nan_ends(engine: Engine) -> None:
+def test_a_row_with_nan_ends_only_its_own_request(engine: Engine) -> None:
     """A token with a NaN embedding affects its own request only, no other and no later one."""
     embedding = engine.loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
@@ -426,7 +426,7 @@ def test_llm_returns_outputs_in_the_order_of_the_prompts(
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_llm_runs_nothing_if_a_prompt_is_bad(loaded: LoadedModel) -> None:
+def test_llm_runs_nothing_if_a_prompt_is_invalid(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=16)
     for bad in ([[5] * 999, 3], [{"text": "x"}], [{"prompt_token_ids": [5] * 400}], [{"prompt_token_ids": []}]):
         with pytest.raises(ValueError, match=r"^prompt 1: "):
@@ -488,7 +488,7 @@ class Presses:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_llm_after_the_step_and_a_second_one_at_once(loaded: LoadedModel, times: int) -> None:
+def test_ctrl_c_ends_llm_after_the_step_and_a_second_ctrl_c_now(loaded: LoadedModel, times: int) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4)
     handler = signal.getsignal(signal.SIGINT)
     with Presses(loaded.model, times) as presses, pytest.raises(KeyboardInterrupt):
@@ -520,7 +520,7 @@ def test_llm_runs_in_any_thread(loaded: LoadedModel) -> None:
     assert len(outputs[0].token_ids) == 8
 
 
-def test_importing_the_package_is_cheap() -> None:
+def test_importing_the_engine_package_loads_no_pytorch() -> None:
     code = "import sys, pointsman.engine; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

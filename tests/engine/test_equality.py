@@ -255,7 +255,7 @@ def test_seeded_sampling_is_independent_of_other_requests(case: Case, backend: s
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "mimo-v2-flash"])
-def test_a_model_is_independent_of_earlier_random_numbers(name: str) -> None:
+def test_a_test_models_weights_ignore_earlier_random_numbers(name: str) -> None:
     """Otherwise earlier tests would change the models of this one."""
     first = build(FAMILIES[name](), seed=1).state_dict()
     torch.randn(1)

@@ -40,7 +40,7 @@ def test_freed_pages_are_reused() -> None:
     assert told == "True" and faults < NUM_PAGES / 4
 
 
-def test_the_users_own_settings_are_kept() -> None:
+def test_the_users_own_memory_settings_are_kept() -> None:
     told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
     assert told == "False" and faults > 8, "every piece is mapped again"
 

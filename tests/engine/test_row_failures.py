@@ -180,7 +180,9 @@ def test_a_text_exception_ends_only_its_request(
     }
 
 
-def test_a_request_that_the_outputs_refuse_is_not_kept(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_output_processor_refuses_is_not_kept(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(loaded)
     engine.add_request("good", [4, 5, 6], GOOD["random"])
     with monkeypatch.context() as broken:

@@ -189,7 +189,7 @@ def test_update_and_schedule_run_while_the_model_computes(loaded: LoadedModel, m
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_part_of_a_step_may_be_postponed(
+def test_postponing_any_part_of_a_step_changes_no_outputs(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Attention takes long enough for some of the parts, or for none."""
@@ -229,7 +229,7 @@ def test_outputs_are_delivered_before_the_current_step_ends(
     assert {event for _, event in seen} == {"update ends"}
 
 
-def test_no_useless_step_is_scheduled(loaded: LoadedModel) -> None:
+def test_no_step_is_scheduled_that_cannot_sample_a_token(loaded: LoadedModel) -> None:
     """No step after the last token of the last request, or after a token that a grammar must accept first."""
     for params in (GREEDY, SamplingParams(**TEXTS[3], max_tokens=12)):
         counts = []
@@ -264,7 +264,7 @@ def test_tokens_in_flight_after_a_stop_string_are_dropped_and_not_billed(loaded:
 
 @pytest.mark.parametrize("where", ["run", "prepare", "schedule", "update"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_exception_anywhere_leaves_the_engine_usable(
+def test_an_exception_in_any_part_of_a_step_leaves_engines_usable(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:
     engine = make(loaded, num_threads=2)
@@ -289,7 +289,7 @@ def test_an_exception_anywhere_leaves_the_engine_usable(
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_a_finish_is_returned_although_the_next_step_failed(
+def test_a_last_output_is_returned_although_the_next_step_failed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(loaded)
@@ -322,7 +322,7 @@ def drain_one(engine: Engine, prompt: list[int], params: SamplingParams) -> Requ
     return drain(engine)["one"]
 
 
-def test_a_call_interrupted_between_two_steps_is_repaired(loaded: LoadedModel) -> None:
+def test_a_step_is_voided_if_an_interrupt_follows_its_scheduling(loaded: LoadedModel) -> None:
     """An interrupt arrives after the decision, while another one is handled."""
     engine = make(loaded, 3)
     engine.add_request("ref", [3, 4], GREEDY)
@@ -351,7 +351,7 @@ def test_an_interrupted_llm_leaves_no_step_in_flight(loaded: LoadedModel, monkey
     assert llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids == expected
 
 
-def test_a_dropped_or_closed_engine_leaks_nothing(loaded: LoadedModel) -> None:
+def test_a_deleted_or_closed_engine_leaves_no_step_in_flight(loaded: LoadedModel) -> None:
     engine = make(loaded)
     for name in "ab":
         engine.add_request(name, [3, 4], GREEDY)
@@ -410,7 +410,7 @@ def test_the_token_of_a_failed_row_affects_no_other_request(loaded: LoadedModel)
     assert done["good"].token_ids == tokens
 
 
-def test_deadlines_hold_with_steps_in_flight(loaded: LoadedModel) -> None:
+def test_deadlines_end_requests_with_steps_in_flight(loaded: LoadedModel) -> None:
     now = [0.0]
     engine = make(loaded, 3, clock=lambda: now[0])
     engine.add_request("late", [3, 4], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), deadline=5.0)

@@ -88,7 +88,9 @@ def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("drafts_ignore_times")
 @pytest.mark.parametrize("knobs", short_of(KNOBS, KNOBS[1::3]), ids=str)
-def test_warm_up_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
+def test_warm_up_leaves_no_trace_in_the_engine(
+    loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture
+) -> None:
     recorded, untouched = io.StringIO(), io.StringIO()
     engine = make(loaded, recorder=Recorder(recorded), log_request_events=True, clock=lambda: 1.0, **knobs)
     new = make(loaded, recorder=Recorder(untouched), log_request_events=True, clock=lambda: 1.0, **knobs)
@@ -151,7 +153,7 @@ def test_a_model_without_a_tokenizer_is_warmed_up(caplog: LogCaptureFixture) -> 
     assert warnings(caplog) == [] and engine.grammars.pid is None
 
 
-def test_a_model_that_fails_is_an_error(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_raises_if_the_model_fails(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(loaded)
     with monkeypatch.context() as patch:
         patch.setattr("pointsman.engine.model.forward.run_model", fail)

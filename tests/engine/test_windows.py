@@ -168,7 +168,7 @@ def test_a_layer_reads_the_keys_written_for_the_same_tokens(num_blocks: int) -> 
     assert (engines[0].scheduler.stats().num_preemptions > 0) == (num_blocks < 100)
 
 
-def test_reading_another_block_is_detected() -> None:
+def test_the_check_of_keys_detects_a_read_of_another_block() -> None:
     """The control of the previous test."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0], further=SIZE)

@@ -106,7 +106,7 @@ def test_device_steps_sample_the_tokens_of_plain_pytorch(loaded: LoadedModel, st
     assert graphs is None or graphs.num_replays > 5
 
 
-def test_every_number_of_rows_has_a_graph_of_similar_size() -> None:
+def test_graph_sizes_are_close_to_every_number_of_rows() -> None:
     assert bucket_sizes(3) == [1, 2, 3] and bucket_sizes(8) == [1, 2, 4, 8]
     sizes = bucket_sizes(1024)
     assert sizes[:6] == [1, 2, 4, 8, 16, 24] and sizes[-3:] == [480, 496, 512] and len(sizes) == 39

@@ -108,7 +108,7 @@ def change_first(model: Any, kind: str, change: Any) -> None:
     ("kind", "replacement"),
     [("Qwen2RMSNorm", FusedNorm), ("Qwen2MLP", FusedMLP), ("Qwen2Attention", FusedAttention)],
 )
-def test_a_part_that_only_looks_similar_is_not_replaced(kind: str, replacement: type[nn.Module]) -> None:
+def test_a_part_with_other_outputs_is_not_fused(kind: str, replacement: type[nn.Module]) -> None:
     """One norm, MLP or attention gives 1.001 times its output: it is kept, and the others are replaced."""
 
     def change(output: Any) -> Any:
@@ -122,7 +122,7 @@ def test_a_part_that_only_looks_similar_is_not_replaced(kind: str, replacement: 
     assert any(type(one).__name__ == kind for one in loaded.model.modules())
 
 
-def test_a_layer_that_only_looks_similar_is_not_replaced() -> None:
+def test_a_layer_with_an_additional_operation_is_not_fused() -> None:
     """All four parts are as usual, and the layer applies one more operation."""
     model = build(FAMILIES["qwen2"]())
     change_first(model, "Qwen2DecoderLayer", lambda output: output * 1.001)
@@ -130,7 +130,7 @@ def test_a_layer_that_only_looks_similar_is_not_replaced() -> None:
     assert found == {**WHOLE, "FusedLayer": 1}
 
 
-def test_parts_whose_replacements_raise_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_keeps_parts_whose_replacements_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: FusedMLP, x: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
 
@@ -139,7 +139,7 @@ def test_parts_whose_replacements_raise_are_kept(monkeypatch: pytest.MonkeyPatch
     assert found == {"FusedNorm": 5, "FusedAttention": 2}
 
 
-def test_the_next_candidate_is_tried_after_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_tries_the_next_candidate_after_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedMLP.__init__
 
     def no_silu(self: FusedMLP, *arguments: Any) -> None:
@@ -201,7 +201,7 @@ def test_attention_with_a_clamp_is_not_fused(clip: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_are_compared_in_float32(dtype: torch.dtype) -> None:
+def test_fusion_compares_parts_in_float32(dtype: torch.dtype) -> None:
     """bfloat16 could not distinguish these parts: a norm that subtracts the mean, and other activations of gates."""
     cohere = build(FAMILIES["cohere"]()).to(dtype)
     assert "FusedNorm" not in fused(cohere)
@@ -213,7 +213,7 @@ def test_parts_are_compared_in_float32(dtype: torch.dtype) -> None:
         assert fused(model).get("FusedMLP", 0) == count, activation
 
 
-def test_replaced_parts_are_freed() -> None:
+def test_fusion_frees_replaced_parts() -> None:
     model = build(FAMILIES["qwen2"]())
     old = [weakref.ref(one) for one in model.modules() if type(one) is nn.Linear and one is not model.lm_head]
     loaded = wrap_model(model)

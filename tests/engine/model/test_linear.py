@@ -84,7 +84,7 @@ def test_weights_in_4_bits_are_kept_exactly(bias: bool, num_rows: int) -> None:
     assert in_8_bits_error < 0.01
 
 
-def test_small_batches_in_4_bits_do_not_depend_on_each_other() -> None:
+def test_a_row_of_a_small_4_bit_batch_does_not_depend_on_others() -> None:
     (part,) = layers(LARGE, 304, bias=True)
     joined = JoinedLinear([in_4_bits(part)])
     joined.store("int4")
@@ -126,14 +126,14 @@ def test_weights_that_need_more_than_4_bits_stay_in_8_bits(why: str) -> None:
     assert joined.form == "int8" and not joined.is_in_4_bits
 
 
-def test_grid_steps_too_small_for_bfloat16_keep_8_bits() -> None:
+def test_weights_with_a_mean_too_large_for_4_bits_stay_in_8_bits() -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0]).weight
     assert quantize_in_groups(weight + 1) is not None
     assert quantize_in_groups(weight + 100) is None
 
 
 @pytest.mark.parametrize("levels", [2, 5, 11, 16])
-def test_groups_may_use_fewer_than_16_digits(levels: int) -> None:
+def test_4_bit_groups_may_have_fewer_than_16_different_weights(levels: int) -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0], levels).weight
     found = quantize_in_groups(weight)
     assert found is not None
@@ -221,7 +221,7 @@ def test_the_plain_weight_of_a_packed_layer_is_nan_of_its_type() -> None:
     assert joined.weight.untyped_storage().nbytes() == 4
 
 
-def test_only_large_layers_that_are_called_are_replaced() -> None:
+def test_only_large_linear_layers_that_are_called_are_replaced() -> None:
     class Subclass(nn.Linear):
         pass
 

@@ -133,7 +133,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     assert np.abs(outputs[-1].embedding - expected("qwen3", [prompt[:30]], pooling)[0]).max() < TOLERANCE
 
 
-def test_generation_and_pooling_share_steps(loaded: LoadedModel) -> None:
+def test_generating_and_embedding_requests_share_steps(loaded: LoadedModel) -> None:
     prompts, params = prompts_of(4, seed=6), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     asks_all = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
     llm = LLM(loaded, **KNOBS)

@@ -114,7 +114,7 @@ def test_broken_links_sockets_and_devices_are_refused(copy: Path) -> None:
         ({"hidden_size": 2**62}, "the weights cannot be loaded"),
     ],
 )
-def test_a_configuration_larger_than_its_weights_takes_no_memory(copy: Path, fields: dict, message: str) -> None:
+def test_a_configuration_larger_than_its_weights_uses_no_memory(copy: Path, fields: dict, message: str) -> None:
     change(copy / "config.json", **fields)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelLoadError, match=message):

@@ -51,7 +51,7 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
 
 @pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager: bool) -> None:
+def test_each_output_extends_the_text_of_earlier_outputs(kind: str, is_eager: bool) -> None:
     """Snapshots after groups of tokens, read late or never: each text extends the last one, and the final one is
     complete."""
     tokenizer, rng = KINDS[kind](), random.Random(kind)
@@ -88,7 +88,7 @@ def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager:
         assert [token_id for part in parts for token_id in part.token_ids] == token_ids
 
 
-def test_since_refuses_outputs_that_do_not_match(engine: Engine) -> None:
+def test_since_refuses_newer_outputs_and_other_requests(engine: Engine) -> None:
     first, *_, last = run(engine, GREEDY)
     with pytest.raises(ValueError, match="has 24 tokens, but this output has only 1; call since"):
         first.since(last)
@@ -126,7 +126,7 @@ def test_an_abort_reports_the_remaining_text(engine: Engine) -> None:
         engine.step()
 
 
-def test_eager_text_is_made_without_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_text_is_made_although_no_output_is_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads that read outputs must never change the state of decoding."""
     expected = run(engine, GREEDY)
     outputs = run(engine, GREEDY, eager=True)
@@ -270,7 +270,7 @@ def test_a_tokenizer_failure_ends_only_its_request(loaded: LoadedModel, kind: Re
     assert engine.scheduler.stats().num_free_blocks == engine.scheduler.config.num_blocks
 
 
-def test_a_tokenizer_failure_at_the_last_token_is_an_error(loaded: LoadedModel) -> None:
+def test_a_tokenizer_failure_at_the_last_token_fails_its_request(loaded: LoadedModel) -> None:
     engine = picky_engine(loaded, (70, 70))
     engine.add_request("bad", PROMPT, dataclasses.replace(only(70, stop="zz"), max_tokens=2))
     engine.add_request("good", PROMPT, dataclasses.replace(only(71, stop="zz"), max_tokens=2))
@@ -285,7 +285,7 @@ def test_a_tokenizer_failure_at_the_last_token_is_an_error(loaded: LoadedModel) 
 # ------------------------------------------------------------------------------------------------------- logprobs
 
 
-def test_the_cumulative_logprob_takes_constant_time() -> None:
+def test_the_cumulative_logprob_is_read_in_constant_time() -> None:
     """Reads it after each of many tokens, which would take 50 million additions if each read summed."""
     request = Request("r", [1], arrival_time=0.0, max_tokens=20_000)
     transcript = Transcript(request, keeps_logprobs=True)
@@ -378,7 +378,7 @@ def lengths(outputs: list[RequestOutput]) -> list[int]:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_interval_delays_all_outputs_except_the_first_and_last(loaded: LoadedModel, eager: bool) -> None:
+def test_a_stream_interval_delays_all_outputs_but_first_and_last(loaded: LoadedModel, eager: bool) -> None:
     plain = Engine(loaded, num_blocks=64, block_size=4)
     spaced = Engine(loaded, num_blocks=64, block_size=4, stream_interval=5)
     whole = run(plain, GREEDY)[-1]
@@ -393,13 +393,13 @@ def test_an_interval_delays_all_outputs_except_the_first_and_last(loaded: Loaded
     assert lengths(final) == [24]
 
 
-def test_a_request_may_set_a_longer_interval_but_not_a_shorter_one(loaded: LoadedModel) -> None:
+def test_a_request_can_lengthen_but_not_shorten_the_stream_interval(loaded: LoadedModel) -> None:
     engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=4)
     assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=10))) == [1, 11, 21, 24]
     assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=2))) == [1, 5, 9, 13, 17, 21, 24]
 
 
-def test_a_stop_string_and_an_abort_do_not_wait_for_the_interval(loaded: LoadedModel) -> None:
+def test_stop_strings_and_aborts_ignore_the_stream_interval(loaded: LoadedModel) -> None:
     engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=50)
     whole = run(engine, GREEDY)[-1]
     character = whole.text[9]

@@ -29,7 +29,7 @@ def test_given_knobs_replace_the_defaults() -> None:
     assert set(SCHEDULER_DEFAULTS) <= SCHEDULER_NAMES
 
 
-def test_a_gpu_has_larger_steps_and_two_in_flight() -> None:
+def test_gpu_defaults_are_larger_steps_and_two_steps_in_flight() -> None:
     defaults = with_defaults({}, "cuda")
     assert defaults == GPU_DEFAULTS
     sizes = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight")

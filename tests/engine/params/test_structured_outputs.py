@@ -27,7 +27,7 @@ def spec_of(**options: Any) -> GrammarSpec:
     return StructuredOutputsParams(**options).spec
 
 
-def test_each_kind_becomes_a_grammar() -> None:
+def test_each_kind_of_structured_output_becomes_a_grammar() -> None:
     assert spec_of(json=OBJECT) == spec_of(json=json.dumps(OBJECT, indent=3)) == ("json", json.dumps(OBJECT), True)
     assert spec_of(json=OBJECT, disable_any_whitespace=True).any_whitespace is False
     assert spec_of(regex="a+", disable_any_whitespace=True) == ("regex", "a+", True)
@@ -229,7 +229,7 @@ ROOM = MAX_GRAMMAR_BYTES - 100
     ],
     ids=lambda schema: str(schema)[:40],
 )
-def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
+def test_the_longest_schemas_are_checked_in_milliseconds(schema: Any) -> None:
     """They are checked in the API's event loop, while others wait; quadratic checks took seconds."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     assert len(text.encode()) <= MAX_GRAMMAR_BYTES
@@ -247,7 +247,7 @@ def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
     ],
     ids=lambda options: str(options)[:40],
 )
-def test_too_long_values_are_refused_before_parsing(options: dict[str, Any]) -> None:
+def test_too_long_structured_outputs_are_refused_before_parsing(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"and the maximum is 65,536; shorten it"):
         StructuredOutputsParams(**options)
     assert seconds_to_check(**options) < 0.2

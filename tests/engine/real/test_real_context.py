@@ -26,7 +26,7 @@ def prompt_of(document: str) -> list[int]:
     return token_ids[:LENGTH]
 
 
-def test_long_contexts_equal_transformers() -> None:
+def test_greedy_tokens_after_long_contexts_equal_transformers() -> None:
     """In chunks, two requests at a time; the second time with cache hits."""
     prompts = [prompt_of("design.md"), prompt_of("engine.md")]
     engine = Engine(loaded(NAME), max_model_len=LENGTH + 48, num_blocks=1000, max_num_batched_tokens=300)
@@ -45,7 +45,7 @@ def test_long_contexts_equal_transformers() -> None:
     assert len(ties) <= 1
 
 
-def test_ignoring_the_window_changes_the_tokens() -> None:
+def test_ignoring_the_sliding_window_changes_the_tokens() -> None:
     """Otherwise the test above would not test windows."""
     prompt = prompt_of("design.md")
     options: dict[str, Any] = {

@@ -116,7 +116,7 @@ def test_a_stop_string_across_tokens_is_found_in_any_script(llm: LLM) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_under_a_schema_are_valid(llm: LLM, temperature: float) -> None:
+def test_structured_outputs_are_valid_under_their_schema(llm: LLM, temperature: float) -> None:
     prompts = [f"{text}\n\nA person as JSON:\n" for text in SOME_PROMPTS]
     params = {"structured_outputs": StructuredOutputsParams(json=PERSON), "max_tokens": 200, "seed": 1}
     outputs = complete(llm, prompts, temperature=temperature, **params)

