@@ -27,14 +27,14 @@ from tests.triton_interpreter import quick_calls
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Interprets kernels, with fewer parts of a row's KV, because each program takes a millisecond."""
+    """Lets Triton interpret kernels, with KV divided into fewer splits, because each program takes a millisecond."""
     monkeypatch.setattr(triton_backend, "PROGRAMS_PER_PROCESSOR", 1)
     with quick_calls():
         yield
 
 
 class Again:
-    """Replaces CUDA graphs: runs the recorded function again, over the same memory."""
+    """A recorder that replaces CUDA graphs: a replay calls the recorded function again, over the same memory."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -159,7 +159,7 @@ def test_a_step_is_launched_while_the_previous_one_computes(
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails at operators whose results the host needs, for which PyTorch would wait for a GPU."""
+    """Raises an error at operators whose results the host needs, because for these PyTorch would wait for a GPU."""
 
     WAITS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"})
 
@@ -240,7 +240,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(with_graphs: bool) -
 
 @pytest.mark.long
 def test_fused_layers_with_graphs_give_the_same_tokens(loaded: LoadedModel) -> None:
-    """Every part of a layer is replaced, as on a GPU."""
+    """The model's layers are fused, as on a GPU, and their steps run as recorded graphs."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1
     fused = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention=TritonAttention)

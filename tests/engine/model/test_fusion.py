@@ -59,7 +59,7 @@ def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_of_a_large_model_are_packed(dtype: torch.dtype) -> None:
-    """Its products are at least 512 x 512, so all weights change their form, once, before the last self-check."""
+    """The model's weights have at least 512 x 512 elements, so all are packed, once, before the last self-check."""
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     loaded = wrap_model(build(Qwen2Config(**{**COMMON, **size})).to(dtype))
     assert loaded.fused == WHOLE
@@ -69,7 +69,7 @@ def test_weights_of_a_large_model_are_packed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_last_layer_skips_tokens_without_needed_logits(dtype: torch.dtype) -> None:
-    """Only its MLP gets fewer tokens; a model without fused layers computes all tokens."""
+    """Only the MLP of the last layer gets fewer tokens; a model without fused layers computes all tokens."""
     loaded = wrap_model(build(FAMILIES["qwen3"]()).to(dtype))
     assert loaded.drops_tokens_early
     sizes: list[list[int]] = []
@@ -109,7 +109,8 @@ def change_first(model: Any, kind: str, change: Any) -> None:
     [("Qwen2RMSNorm", FusedNorm), ("Qwen2MLP", FusedMLP), ("Qwen2Attention", FusedAttention)],
 )
 def test_a_part_with_other_outputs_is_not_fused(kind: str, replacement: type[nn.Module]) -> None:
-    """One norm, MLP or attention gives 1.001 times its output: it is kept, and the others are replaced."""
+    """The output of one norm, MLP or attention is multiplied by 1.001: this part is kept, and all other parts are
+    replaced."""
 
     def change(output: Any) -> Any:
         return (output[0] * 1.001, *output[1:]) if isinstance(output, tuple) else output * 1.001
@@ -123,7 +124,7 @@ def test_a_part_with_other_outputs_is_not_fused(kind: str, replacement: type[nn.
 
 
 def test_a_layer_with_an_additional_operation_is_not_fused() -> None:
-    """All four parts are as usual, and the layer applies one more operation."""
+    """The layer has the four usual parts, and applies one more operation to their outputs."""
     model = build(FAMILIES["qwen2"]())
     change_first(model, "Qwen2DecoderLayer", lambda output: output * 1.001)
     found = fused(model)
@@ -184,7 +185,7 @@ def test_a_model_whose_fusion_fails_is_loaded_again(
 
 
 def test_attention_that_depends_on_positions_is_not_fused() -> None:
-    """Queries are scaled from position 16 on. Rotary angles do not show it; the self-check's 37 tokens do."""
+    """The model scales queries from position 16 on. Only inputs with later positions show this difference."""
     loaded = wrap_model(build(FAMILIES["ministral3"]()))
     assert "FusedAttention" not in loaded.fused and loaded.fused["FusedMLP"] == 2
     far = {**SCALED_BY_POSITION, "original_max_position_embeddings": 4096}  # beyond the positions of any check
@@ -194,7 +195,7 @@ def test_attention_that_depends_on_positions_is_not_fused() -> None:
 
 @pytest.mark.parametrize("clip", [0.5, 4.0, 50.0])
 def test_attention_with_a_clamp_is_not_fused(clip: float) -> None:
-    """Also a clamp that the tokens of the check do not reach."""
+    """The clamp is found although no recorded input is large enough for it."""
     config = OlmoConfig(**COMMON, clip_qkv=clip)
     assert "FusedAttention" not in fused(build(config))
     assert fused(build(OlmoConfig(**COMMON)))["FusedAttention"] == 2
@@ -202,7 +203,8 @@ def test_attention_with_a_clamp_is_not_fused(clip: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fusion_compares_parts_in_float32(dtype: torch.dtype) -> None:
-    """bfloat16 could not distinguish these parts: a norm that subtracts the mean, and other activations of gates."""
+    """In bfloat16 these parts could not be distinguished from usual ones: a norm that subtracts the mean, and gates
+    with other activations."""
     cohere = build(FAMILIES["cohere"]()).to(dtype)
     assert "FusedNorm" not in fused(cohere)
     for activation, count in (("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 0), ("quick_gelu", 0), ("relu", 0)):
@@ -273,7 +275,7 @@ def test_a_fused_model_needs_its_own_attention() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_pool_dtype_works_with_any_model_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> None:
-    """The fused and the plain path have similar rounding errors, so their tokens mostly agree."""
+    """Fused layers and the model's own layers have similar rounding errors, so most of their tokens are equal."""
     tokens = []
     for options in ({}, {"attention": "torch"}):
         loaded = wrap_model(copy.deepcopy(build(FAMILIES["qwen3"](), seed=1)).to(dtype), **options)

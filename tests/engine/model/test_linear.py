@@ -18,7 +18,7 @@ from pointsman.engine.model.quantization import check_quantization, quantize_in_
 from tests.engine.tiny_models import packs
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
-"""in_features -> form of the weight, with 812 out_features."""
+"""in_features -> how a layer with 812 out_features stores its weight."""
 LARGE = 1024
 
 
@@ -61,7 +61,7 @@ def test_int8_errors_are_rounding_errors(bias: bool, num_rows: int) -> None:
 
 
 def in_4_bits(part: nn.Linear, levels: int = 16) -> nn.Linear:
-    """A layer whose weights are in 4 bits, in groups of 32, as in a file."""
+    """A linear layer whose weights are exact in 4 bits, in groups of 32, as if read from a GGUF file."""
     digits = torch.randint(0, levels, part.weight.shape).view(-1, 32)
     first, step = 15 * torch.rand(len(digits), 1), torch.rand(len(digits), 1) / 9
     part.weight.copy_(((digits - first) * step).view_as(part.weight))
@@ -142,7 +142,7 @@ def test_4_bit_groups_may_have_fewer_than_16_different_weights(levels: int) -> N
 
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_int8_errors_in_bfloat16_are_small(num_rows: int) -> None:
-    """The output layer uses this form with int4."""
+    """A model with int4 in bfloat16 stores its output layer in int8."""
     (part,) = layers(LARGE, 512, bias=True, dtype=torch.bfloat16)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -213,7 +213,7 @@ def test_a_bias_on_some_layers_only_is_an_error() -> None:
 
 
 def test_the_plain_weight_of_a_packed_layer_is_nan_of_its_type() -> None:
-    """Computing with it gives NaN, and it takes no memory."""
+    """The attribute `weight` of a packed layer is a NaN that takes no memory, so products with it are NaN."""
     joined = JoinedLinear(layers(LARGE, 512, bias=False))
     store_weights(joined)
     assert joined.weight.dtype == torch.float32 and joined.weight.shape == (512, LARGE)
@@ -241,7 +241,7 @@ def test_only_large_linear_layers_that_are_called_are_replaced() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "wrong"])
 def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """PyTorch lacks these operators, or they compute wrongly."""
+    """Weights stay row by row if PyTorch's packing operators are missing or compute wrongly."""
 
     class Operators:
         if broken == "wrong":
@@ -265,7 +265,8 @@ def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch
 
 
 def test_numbers_of_rows_are_rounded_to_few_sizes() -> None:
-    """oneDNN compiles a program for each number of rows. Small numbers stay as they are."""
+    """oneDNN compiles a program for each number of rows, so large numbers are rounded up; small numbers stay
+    unchanged."""
     wholes = {count: rounded_up_rows(count) for count in range(1025)}
     assert all(0 <= whole - count < 32 for count, whole in wholes.items())
     assert all(whole == count for count, whole in wholes.items() if count <= 8)

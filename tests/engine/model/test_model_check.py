@@ -55,7 +55,7 @@ class Faulty(TorchAttention):
 
 
 NEUTRAL = {"scale": 1.0}
-"""Values of features that are off, if these are not None."""
+"""Feature of attention -> the value that turns it off, if this is not None."""
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,8 @@ def test_the_self_check_finds_kv_that_is_written_to_wrong_slots(monkeypatch: pyt
 
 
 def test_the_self_check_finds_state_shared_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that mixes neighbouring tokens outside attention, as convolutions do."""
+    """The model mixes neighbouring tokens outside attention, as convolutions do, so requests in a batch affect each
+    other."""
     model = build(FAMILIES["llama"]())
     mlp = model.model.layers[0].mlp
     original = mlp.forward

@@ -30,7 +30,7 @@ def prompts_of(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 
 def expected(family: str, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> np.ndarray:
-    """[prompts, hidden_size] by plain transformers, one prompt at a time."""
+    """[prompts, hidden_size] vectors that transformers computes, one prompt at a time."""
     model = build(FAMILIES[family](), seed=1)
     vectors = []
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_chunked_prompts_get_the_vectors_of_whole_prompts(loaded: LoadedModel, p
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_preempted_prompt_is_pooled_again(loaded: LoadedModel, pooling: Pooling) -> None:
-    """Decoding requests preempt half computed prompts; then all requests are reset."""
+    """Decoding requests preempt embedding requests whose prompts are half computed; then all requests are preempted."""
     prompts = prompts_of(4, seed=4, longest=30)
     prompts = [prompt + prompt[:1] * (24 - len(prompt)) for prompt in prompts]
     engine = Engine(
@@ -115,7 +115,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     take, calls = engine.runner.pooler.add_states, 0
 
     def failing(*args: Any) -> Any:
-        """Every second step fails after its hidden states were added."""
+        """Raise in every second step, after the hidden states of the step were added."""
         nonlocal calls
         vectors, calls = take(*args), calls + 1
         if calls % 2 == 0:

@@ -17,7 +17,7 @@ from tests.engine.text_tokenizers import byte_level
 from tests.engine.tiny_models import COMMON, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logit_bias={1: 100})
-"""Samples only token 1."""
+"""Generation settings that let only token 1 be sampled."""
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ABSENT = object()
 
@@ -40,14 +40,14 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 
 def change(path: Path, name: str, **values: Any) -> None:
-    """Set fields of a JSON file of the directory, or remove those that are ABSENT."""
+    """Set fields of a JSON file in the model's directory; a field with the value ABSENT is removed."""
     file = path / f"{name}.json"
     content = {**(json.loads(file.read_text()) if file.is_file() else {}), **values}
     file.write_text(json.dumps({field: value for field, value in content.items() if value is not ABSENT}))
 
 
 def refused(path: Path) -> str:
-    """The one line of the error, without the directory; it ends in a remedy."""
+    """Load a model that must be refused; return the error, one line with a remedy, without the directory's path."""
     with pytest.raises(ModelLoadError) as caught:
         load_model(path)
     line = str(caught.value)
