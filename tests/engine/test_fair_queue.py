@@ -225,7 +225,7 @@ def test_taking_an_item_does_not_visit_every_tenant() -> None:
 
 
 def fill(capacity: SharedCapacity, tenant: str, amount: int = 1) -> int:
-    """Take until it is refused; return the number of successes."""
+    """Take an amount for a tenant again and again, until it is refused; return the number of successful calls."""
     for number in range(10_000):
         try:
             capacity.take(tenant, amount)

@@ -92,7 +92,7 @@ def test_the_wait_policy_of_threads_is_set_once(
 
 @pytest.fixture
 def uncounted() -> Iterator[None]:
-    """Count GPUs again, here and afterwards."""
+    """Clear the cached list of GPUs before and after the test."""
     visible_gpus.cache_clear()
     yield
     visible_gpus.cache_clear()

@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class Memory:
-    """A device of 1 GiB; other processes have 100 MiB."""
+    """Fake memory of a device of 1 GiB, of which other processes use 100 MiB."""
 
     total: int = GIB
     others: int = 100 * MIB

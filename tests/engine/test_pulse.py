@@ -16,7 +16,7 @@ from pointsman.engine.pulse import SECONDS_BETWEEN_BEATS, SECONDS_TO_COMPILE, Pu
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Advance the clock."""
+    """Advance the fake clock."""
     now = 100.0
 
     def add(seconds: float) -> None:

@@ -57,7 +57,7 @@ def outputs(engine: Engine) -> dict[str, Any]:
 
 
 def decisions(recording: io.StringIO) -> str:
-    """A recording without the times of steps."""
+    """The lines of a recording without measured times, so that two recordings can be compared."""
     return re.sub(r'"step_time":[^,]*,', "", recording.getvalue())
 
 
@@ -80,8 +80,8 @@ KNOBS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the search for drafts independent of measured times: every step is searched, and step costs are not
-    observed."""
+    """Make the search for drafts independent of measured times: drafts are searched in every step, and the costs of
+    steps are not observed."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
     monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
 

@@ -66,7 +66,7 @@ EMBEDDING_SCALE = {
     "gpt2": 2.0,
     "gpt_bigcode": 2.0,
 }
-"""By model type: what random input embeddings are multiplied with."""
+"""Model type -> factor of the random input embeddings."""
 
 
 def longrope(original: int) -> dict[str, Any]:
@@ -92,17 +92,17 @@ SCALED_BY_POSITION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One configuration: a call makes it."""
+    """One configuration of a model; a call returns the transformers configuration."""
 
     model_type: str
     features: str
-    """The special features of its attention, for the table; "": plain rotary attention."""
+    """The special features of the family's attention, for the table in docs/models.md; "": plain rotary attention."""
     options: dict[str, Any] = field(default_factory=dict)
-    """On top of `COMMON`."""
+    """Options of the configuration in addition to `COMMON`."""
     max_model_len: int | None = None
     """The maximum length passed to `wrap_model`; only "longrope" depends on it."""
     min_prompt: int = 1
-    """Shortest prompt for which it is exact."""
+    """Length of the shortest prompt for which the engine's tokens equal transformers'."""
 
     def __call__(self) -> Any:
         config = AutoConfig.for_model(self.model_type)
@@ -117,9 +117,9 @@ class Refusal:
 
     family: Family
     error: str
-    """Words of the error."""
+    """Words that the error must contain."""
     reason: str
-    """For the table."""
+    """Reason of the refusal, for the table in docs/models.md."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -229,7 +229,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 THOROUGH = ("qwen3", "gemma2", "gpt2", "gpt-oss", "deepseek-v3")
-"""Families that run in every setting; the others run in one that has everything in it."""
+"""Families that run in every setting; other families run in one setting, which combines all scheduling features."""
 
 NO_INTERFACE = "computes attention on its own, not through transformers' attention interface"
 RECURRENT = "layers with a recurrent state, which paged KV cannot hold"
@@ -368,7 +368,8 @@ REFUSED: dict[str, Refusal] = {
 
 
 def build(config: Any, seed: int = 0) -> Any:
-    """A model with wide random weights, in float32, with transformers' eager attention; the same for the same seed."""
+    """A model with wide random weights, in float32, with transformers' eager attention; equal seeds give equal
+    weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):  # transformers draws sinks and some biases, which are kept, from the global
         torch.manual_seed(seed)

@@ -42,7 +42,7 @@ def test_the_order_of_properties_is_part_of_a_schema() -> None:
 
 
 def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
-    """They are compared, hashed and sent to other processes."""
+    """Parameters are compared and hashed, and pickled for other processes."""
     one = SamplingParams(structured_outputs=StructuredOutputsParams(json=OBJECT))
     other = SamplingParams(structured_outputs=StructuredOutputsParams(json=dict(OBJECT)))
     assert one == other and hash(one) == hash(other)
@@ -230,7 +230,7 @@ ROOM = MAX_GRAMMAR_BYTES - 100
     ids=lambda schema: str(schema)[:40],
 )
 def test_the_longest_schemas_are_checked_in_milliseconds(schema: Any) -> None:
-    """They are checked in the API's event loop, while others wait; quadratic checks took seconds."""
+    """Schemas are checked in the API's event loop, while other requests wait; checks of quadratic time took seconds."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     assert len(text.encode()) <= MAX_GRAMMAR_BYTES
     assert seconds_to_check(text) < 0.2  # takes a quarter of that here; a busy machine takes longer
@@ -254,7 +254,7 @@ def test_too_long_structured_outputs_are_refused_before_parsing(options: dict[st
 
 
 def seconds_to_check(schema: Any = None, **options: Any) -> float:
-    """Processor time; the minimum of three runs."""
+    """Seconds of processor time to check a schema: the minimum of three runs."""
     seconds = []
     for _ in range(3):
         started = time.thread_time()

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_TOKENS, WINDOW = 20_000, 1_000
 PRECISION = {"float32": 0.001, "bfloat16": 0.01}
-"""Relative difference of the perplexities."""
+"""Largest allowed relative difference of the two perplexities."""
 
 
 def windows_of(name: str) -> list[list[int]]:
-    """The text in sequences of `WINDOW` tokens, each after the tokens with which the tokenizer begins a text."""
+    """The text, cut into sequences of `WINDOW` tokens; each follows the tokens that the tokenizer puts at the beginning
+    of a text."""
     beginning = token_ids_of(name, "")
     token_ids = token_ids_of(name, tutorial())[len(beginning) :]
     assert len(token_ids) >= NUM_TOKENS
@@ -38,7 +39,7 @@ def perplexity(logprobs: list[float]) -> float:
 
 
 def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
-    """transformers' log probability of each token except the first of each window."""
+    """transformers' log probabilities of all tokens except the first token of each window."""
     reference = Reference(name, getattr(torch, dtype))
     found: list[float] = []
     for window in windows:
@@ -49,7 +50,7 @@ def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
 
 
 def ours(model: LoadedModel, windows: list[list[int]], **options: Any) -> list[float]:
-    """The same log probabilities from an engine, with all windows at once."""
+    """An engine's log probabilities of the same tokens, with one request for each window, all at the same time."""
     engine = Engine(model, max_model_len=WINDOW + 8, num_blocks=400, **options)
     found: list[float] = []
     for output in run(engine, windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)):

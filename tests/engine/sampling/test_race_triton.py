@@ -1,4 +1,4 @@
-"""The race in Triton, interpreted on a CPU, gives the same tokens as its two other forms."""
+"""The race in Triton, interpreted on a CPU, gives the same tokens as the races in PyTorch and in compiled CPU code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch_of(rows: list[dict[str, float]], seed: int = 0) -> SamplingBatch:
 
 
 def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[list[int], list[bool]]:
-    """Tokens and ok of `DeviceRace.choose`, after its outputs and workspaces were poisoned."""
+    """The tokens and `ok` that `DeviceRace.choose` writes over output arrays and workspaces full of wrong values."""
     race = DeviceRace(len(logits) + spare_rows, logits.shape[1], "cpu")
     for name, value in vars(race).items():
         if isinstance(value, Tensor):
@@ -70,7 +70,8 @@ def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[l
 
 
 def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[int]:
-    """Check that all three forms agree; returns the tokens of rows that are ok, and None for other rows."""
+    """Check that the three races choose equal tokens; returns the token of each row that is ok, and None for other
+    rows."""
     batch = batch_of(rows, seed)
     tokens, ok = choose(logits, batch)
     whole = logits.float()
@@ -82,7 +83,8 @@ def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[i
 
 
 def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list[dict[str, float]]:
-    """Parameters of rows. Every third row has neither top-k nor top-p, and some of these rows are greedy."""
+    """Random sampling parameters of rows. Every third row has neither top-k nor top-p, and some of these rows are
+    greedy."""
     rows: list[dict[str, float]] = []
     for at in range(num_rows):
         one: dict[str, float] = {
@@ -103,7 +105,8 @@ def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list
 
 @pytest.mark.parametrize(("spread", "dtype"), [(0.5, torch.float32), (3.0, torch.bfloat16), (12.0, torch.float16)])
 def test_rows_of_mixed_logits_get_the_tokens_of_the_cpu_race(spread: float, dtype: torch.dtype) -> None:
-    """Flat, usual and sharp logits, every fifth row mostly masked; bfloat16 has ties at every cut."""
+    """Rows have flat, usual or sharp logits, and every fifth row is mostly masked; in bfloat16 tokens tie at every
+    limit."""
     random = np.random.default_rng(int(spread))
     num_rows = short_or_long(45, 400)
     logits = torch.randn(num_rows, V, generator=torch.Generator().manual_seed(9)) * spread
@@ -120,7 +123,8 @@ def test_any_number_of_splits_gives_the_tokens_of_the_cpu(vocab_size: int) -> No
 
 
 def test_rows_with_too_many_candidates_are_searched_whole() -> None:
-    """Rows with top-k, top-p and both, over 4,500 tokens of nearly equal weight."""
+    """Rows with top-k, with top-p and with both have 4,500 tokens of nearly equal weight, more than the list of
+    candidates holds."""
     vocab_size = 4500
     assert race_triton.CAPACITY.value < vocab_size
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.01
@@ -150,7 +154,8 @@ def test_a_rows_token_does_not_depend_on_other_rows() -> None:
 
 @st.composite
 def hard_rows(draw: Any) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Rows of few distinct logits, some masked, of any sign and size, zeros of both signs, and any parameters."""
+    """Random rows with few distinct logits of any sign and size (also zeros of both signs), masked tokens, and any
+    parameters."""
     vocab_size = draw(st.integers(1, 40))
     logit = st.one_of(
         st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 8.0, -math.inf]),
@@ -243,7 +248,8 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
-    """min-p keeps 4 of 6 tokens, with and without top-k; 3 degrees of freedom, 0.1 % point 16.3."""
+    """min-p keeps 4 of 6 tokens, with and without top-k. The limit 16.3 of the chi-squared statistic is that of 3
+    degrees of freedom at 0.1 %."""
     draws = short_or_long(100, 2000)
     logits = torch.tensor([0.9, -3.0, 1.5, 0.2, -0.4, 1.2])
     kept = [0, 2, 3, 5]
@@ -299,7 +305,8 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
 
 
 def test_a_gpus_sampler_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device only selects the form; the logits are on the CPU. A larger step gets larger workspaces."""
+    """The sampler's device selects the Triton kernels, although the logits are on the CPU here. A larger step gets
+    larger workspaces."""
     drawn: list[int] = []
     draw = DeviceRace.draw
     monkeypatch.setattr(DeviceRace, "draw", lambda race, *args: drawn.append(race.max_rows) or draw(race, *args))

@@ -93,7 +93,7 @@ WRONG: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("revision of a directory", "demo", {"revision": "v1"}, ("revision is 'v1'", "leave revision out")),
     ("cache of a directory", "several/a.gguf", {"download_dir": "/x"}, ("download_dir is '/x'", "leave download_dir")),
 ]
-"""Test id, name of the model, options, and words of the error."""
+"""Cases of invalid names: test id, name of the model, options, and words of the error."""
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])

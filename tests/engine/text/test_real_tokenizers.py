@@ -1,4 +1,5 @@
-"""The tokenizers of published and of named models: prompt and output join at every place of a hard text."""
+"""With the tokenizers of published and of named models, prompt text and output text join to the whole text, wherever a
+difficult text is split."""
 
 from __future__ import annotations
 

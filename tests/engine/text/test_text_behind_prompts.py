@@ -31,7 +31,7 @@ REPLACEMENT = "\ufffd"
 
 
 def pieces_behind(decoder: TextDecoder, prompt: list[int], token_ids: list[int]) -> list[str]:
-    """The text of each token, and the rest."""
+    """The text that a stream releases for each token after a prompt, and the text that `flush` returns at the end."""
     stream = decoder.stream()
     stream.continue_prompt(prompt)
     whole = stream.whole(token_ids)
@@ -69,7 +69,8 @@ def test_prompt_and_output_join_to_the_text_at_every_split(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
 def test_special_tokens_in_a_prompt_change_nothing(kind: str) -> None:
-    """Special tokens around text; after special tokens alone a text begins."""
+    """Special tokens around a prompt's text do not change the output's text; after special tokens alone, the output is
+    the beginning of a text."""
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer("The text", add_special_tokens=False)["input_ids"]
@@ -212,7 +213,7 @@ def test_spaces_are_cleaned_up_after_a_prompt(prompt: str, output: str, text: st
 
 
 def test_only_the_end_of_a_long_prompt_is_detokenized() -> None:
-    """Only its end is read, unless no token at the end has text."""
+    """Only the last tokens of a long prompt are read, unless they have no text."""
     tokenizer = metaspace()
     calls: list[int] = []
 
