@@ -46,7 +46,7 @@ class Interruption:
             self._call_handler(signal.SIGINT, None)
 
     def record_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        """Record the first Ctrl-C; a second one calls the original handler. This method is installed as the signal
+        """Record the first Ctrl-C, and call the original handler at a second Ctrl-C. This method is installed as signal
         handler."""
         if self.requested:
             self._call_handler(signal_number, frame)

@@ -28,7 +28,7 @@ ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABL
 LARGEST_IN_HEAP = 32 << 20
 """Maximum size, in bytes, of allocations that come from the heap: the largest threshold that the C library accepts."""
 KEPT_AT_THE_TOP = 1 << 30
-"""Number of free bytes at the end of a heap above which the C library returns them to the system."""
+"""Free memory at the end of a heap, in bytes, above which the C library returns it to the system."""
 CGROUP = Path("/sys/fs/cgroup")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls the GPUs of all

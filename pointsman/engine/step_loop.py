@@ -87,7 +87,7 @@ class StepLoop:
         self._clock = clock
         self._counters = counters
         self.proposer = proposer
-        """Source of drafts for the next steps; None: there are no drafts."""
+        """Object that proposes drafts for the next steps; None: there are no drafts."""
         self.last_output: SchedulerOutput | None = None
         """The scheduler's output for the newest scheduled step, for displays; None before the first step."""
         self.on_report: Callable[[SchedulerOutput], None] | None = None

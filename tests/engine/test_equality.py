@@ -1,11 +1,12 @@
 """The tokens of real models equal transformers' own `generate`, whatever the scheduler does to the requests.
 
 The reference is `generate` in float32 with eager attention, one request at a time. Every family in `FAMILIES` gets the
-same requests in one run that has everything in it: mixed steps of chunks and decodes, shared prefixes, and a pool so
-small that requests are preempted. The families in `THOROUGH` also run alone, with each of these by itself, and with
-static batching. Greedy tokens must be equal each time, with every attention backend.
+same requests in one run that combines mixed steps of chunks and decodes, shared prefixes, and a pool so small that
+requests are preempted. The requests of families in `THOROUGH` also run one at a time, with each of these conditions by
+itself, and with static batching. Greedy tokens must be equal in every run, with every attention backend.
 
-Controls at the end run an engine whose attention lacks a feature: had these tests no eye for it, they would pass.
+Controls at the end run an engine whose attention lacks a feature: its tokens must differ, so the tests detect a missing
+feature.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def engine_of(loaded: LoadedModel, max_steps_in_flight: int = 1) -> Engine:
 
 
 def run(engine: Engine, bad: SamplingParams | None) -> dict[str, RequestOutput]:
-    """Run the requests that must succeed, with the failing request among them."""
+    """Run the requests that must succeed, and among them a request with the parameters `bad`; None: without it."""
     for name, params in GOOD.items():
         engine.add_request(name, [4, 5, 6, *name.encode()[:3]], params)
         if bad is not None and name == "edited":

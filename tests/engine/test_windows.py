@@ -75,7 +75,7 @@ def tokens_of(engine: Engine, after: Callable[[], object] = lambda: None) -> lis
 
 @cache
 def expected() -> list[list[int]]:
-    """Tokens without groups."""
+    """The tokens of Gemma 3 for the prompts, in an engine without KV groups."""
     engine = Engine(gemma(), disable_hybrid_kv_cache_manager=True, **KNOBS)
     assert not engine.scheduler.config.kv_groups
     return tokens_of(engine)
@@ -269,7 +269,7 @@ def gpt_oss() -> LoadedModel:
 
 @cache
 def expected_of(make: Callable[[], LoadedModel]) -> list[list[int]]:
-    """Tokens without groups."""
+    """The tokens of the model that `make` returns for the prompts, in an engine without KV groups."""
     return tokens_of(Engine(make(), disable_hybrid_kv_cache_manager=True, **KNOBS))
 
 

@@ -1,13 +1,14 @@
 """Tiny models with random weights: every family's real code, in milliseconds.
 
-`FAMILIES` are the configurations that are promised to be exact, `REFUSED` those that are turned away, each with words
-from its error. The tests are parametrised with these two, and the table in docs/models.md is made from them.
+`FAMILIES` are the configurations whose tokens must equal transformers'. `REFUSED` are the configurations that must be
+refused, each with words from its error. The tests are parametrised with these two, and the tables in docs/models.md are
+made from them.
 
 Weights are drawn wide (standard deviation 0.15) and norms, biases and sinks are perturbed, so that attention is far
 from uniform and every feature of a family (a window, a softcap, a bias) changes the outcome. Greedy output must be
 varied to test anything, so output embeddings are untied (a tied, random model repeats its last token), and embeddings
-are scaled down where they would drown what the layers add. Windows and the original lengths of rotary embeddings are
-shorter than the sequences that the tests run.
+are scaled down where they would be much larger than the layers' outputs. Windows and the original lengths of rotary
+embeddings are shorter than the sequences that the tests run.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
 
 
 def _check_frequencies_are_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
-    """Refuse a rotary module whose angles at a position still depend on the largest position of the batch."""
+    """Refuse a rotary module whose angles depend on the largest position of the batch, although one set of frequencies
+    was chosen."""
     frequencies = module.get_buffer("inv_freq")
     hidden = frequencies.new_zeros(1, 1, config.hidden_size)
     positions = torch.tensor([[0, 1, 2, original + 1]], device=frequencies.device)

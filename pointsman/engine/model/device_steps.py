@@ -124,7 +124,7 @@ class DeviceSteps:
                 self.graphs.record_again()
 
     def _graph_for(self, prepared: PreparedStep) -> int | None:
-        """Number of rows of the graph that can compute the step; None: no graph can."""
+        """Number of rows of the graph that can compute the step; None: no graph can compute it."""
         if prepared.links is not None:
             self._ensure_places(prepared.links.sampled)
         num_rows = prepared.num_rows

@@ -272,7 +272,7 @@ UNSCALED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"
 """Fields that a rotary embedding without scaling may have."""
 NEEDS_FACTOR = frozenset({"linear", "dynamic", "llama3", "yarn"})
 SAME_ROPE_TYPES = frozenset({"longrope", "su"})
-"""Two names of one rotary type, so a configuration may have either name in `rope_type` and in `type`."""
+"""Two names of one rotary type: a configuration may have one name in `rope_type` and the other in `type`."""
 MIN_SIMILARITY = 0.82
 """Minimum similarity, from 0 to 1, at which an unknown field name is reported as a misspelling of a known name."""
 ROPE_EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'

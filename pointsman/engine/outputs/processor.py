@@ -142,7 +142,7 @@ class OutputProcessor:
         self._live[request] = transcript
 
     def output_so_far(self, request: Request) -> RequestOutput:
-        """An output of a running request, with all tokens so far."""
+        """Make an output of a running request, with all tokens that it has generated so far."""
         transcript = self._live[request]
         return RequestOutput(transcript, 0, len(transcript.token_ids))
 
@@ -202,7 +202,7 @@ class OutputProcessor:
     def _process_runs(
         self, output: SchedulerOutput, update: StepUpdate, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:
-        """`process` for a step that verified drafts, in which a request may get several tokens in one output."""
+        """Process a step that verified drafts, in which a request may get several tokens in one output."""
         outputs: list[RequestOutput] = []
         stops: list[StopFound] = []
         token_ids, start = update.token_ids.tolist(), 0
@@ -271,7 +271,7 @@ class OutputProcessor:
 
     @property
     def has_kept_outputs(self) -> bool:
-        """Whether `take_kept_outputs` would return any outputs."""
+        """Whether outputs are kept for `take_kept_outputs`."""
         return bool(self._kept)
 
     def take_kept_outputs(self) -> list[RequestOutput]:

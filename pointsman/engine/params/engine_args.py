@@ -155,7 +155,7 @@ class KVKnobs:
 
     @property
     def may_wait_for_loads(self) -> bool:
-        """Whether requests may wait until their KV is loaded from the KV store."""
+        """Whether requests may have to wait until KV is loaded from the KV store, because this engine reads a store."""
         return self.kv_store is not None and self.kv_store_role != "producer"
 
     def check(self, config: SchedulerConfig) -> None:

@@ -183,6 +183,6 @@ class SamplingColumns:
         return batch
 
     def edited_rows(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
-        """Indices in `sampling` of the rows whose requests edit logits, and so have an `EditedRow`."""
+        """Indices in `sampling` of the rows whose requests change logits, and so need an `EditedRow`."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found

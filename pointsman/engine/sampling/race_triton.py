@@ -53,7 +53,7 @@ jit: Any = triton.jit
 of their parameters, and refuses names such as Any."""
 
 SPLIT = tl.constexpr(4096)
-"""Number of tokens of one program. It does not depend on the number of rows, so a row's results do not, either."""
+"""Number of tokens of one program. It does not depend on the number of rows, so a row's results do not depend on it."""
 CHUNK = tl.constexpr(1024)
 """Number of tokens of a split that are raced or counted together."""
 LIST_CHUNK = tl.constexpr(512)
@@ -479,7 +479,7 @@ def _weights(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> Any:
 
 @jit
 def _row_mass(masses: tl.tensor, row: tl.tensor, num_splits: tl.tensor, PADDED_SPLITS: tl.constexpr) -> Any:
-    """The sum of the row's weights that min-p keeps, in units of 1 / UNIT."""
+    """Sum of the weights of the row's tokens that min-p keeps, in units of 1 / UNIT."""
     splits = tl.arange(0, PADDED_SPLITS)
     return tl.sum(tl.load(masses + row * num_splits + splits, mask=splits < num_splits, other=0), 0)
 

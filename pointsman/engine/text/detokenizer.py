@@ -173,10 +173,8 @@ class TextDecoder:
         return added_text(self.token_bytes(token_id), unfinished)[0]
 
     def incomplete_bytes(self, prompt: Sequence[int]) -> bytes:
-        """The bytes of an incomplete character at the end of a prompt: 3 at most.
-
-        These bytes belong to the text after the prompt. A special token ends a character.
-        """
+        """The bytes of an incomplete character at the end of a prompt: 3 at most. These bytes belong to the text after
+        the prompt. After a special token, earlier bytes cannot be completed."""
         if not (self._is_byte_level or self._falls_back):
             return b""
         byte_of = self._bytes_of if self._is_byte_level else self._fallback_byte
@@ -341,7 +339,8 @@ class Detokenizer:
         """The stop string that has ended the text; no further token may be fed then. None: no stop string was found."""
 
     def continue_prompt(self, prompt: Sequence[int]) -> None:
-        """Continue the text of a prompt, see `TokenStream`. Call this before the first token, or never."""
+        """Continue the text of a prompt: release only the text that tokens add to it. Call this before the first token,
+        or never."""
         self._stream.continue_prompt(prompt)
 
     def whole(self, token_ids: Sequence[int]) -> str:
@@ -349,7 +348,8 @@ class Detokenizer:
         return self._stream.whole(token_ids)
 
     def _search_stop_string(self, token_id: int) -> str:
-        """Take one token; return newly settled text. This is `feed` if there are stop strings."""
+        """Take one token, and search stop strings; return newly settled text. If there are stop strings, `feed` is this
+        method."""
         text = self._stream.feed(token_id)
         self._num_tokens += 1
         if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
