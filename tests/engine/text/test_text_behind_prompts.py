@@ -34,7 +34,7 @@ def pieces_behind(decoder: TextDecoder, prompt: list[int], token_ids: list[int])
     """The text that a stream releases for each token after a prompt, and the text that `flush` returns at the end."""
     stream = decoder.stream()
     stream.continue_prompt(prompt)
-    whole = stream.whole(token_ids)
+    whole = stream.decode_rest(token_ids)
     pieces = [*(stream.feed(token_id) for token_id in token_ids), stream.flush()]
     assert "".join(pieces) == whole
     return pieces
@@ -252,7 +252,7 @@ def test_verbatim_text_is_not_cleaned_up() -> None:
     decoder = TextDecoder(tokenizer)
     token_ids = tokens_of(tokenizer, "do", "n't", ".")
     stream = decoder.stream(is_verbatim=True)
-    assert stream.whole(token_ids) == "".join(map(stream.feed, token_ids)) == " do n't ."
+    assert stream.decode_rest(token_ids) == "".join(map(stream.feed, token_ids)) == " do n't ."
 
 
 # --------------------------------------------------------------------------------------------- bytes of tokens
