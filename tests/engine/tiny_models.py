@@ -237,29 +237,29 @@ RECURRENT = "layers with a recurrent state, which paged KV cannot hold"
 LENGTH = "the frequencies depend on the longest sequence of the batch, so requests would change each other"
 
 REFUSED: dict[str, Refusal] = {
-    "bloom": Refusal(Family("bloom", "ALiBi"), "0 of 2 layers asked", NO_INTERFACE),
+    "bloom": Refusal(Family("bloom", "ALiBi"), "0 of 2 layers called", NO_INTERFACE),
     "falcon": Refusal(
-        Family("falcon", "fused KV heads, ALiBi in some"), "computes attention in classes of its own", NO_INTERFACE
+        Family("falcon", "fused KV heads, ALiBi in some"), "computes attention in its own classes", NO_INTERFACE
     ),
-    "mpt": Refusal(Family("mpt", "ALiBi"), "0 of 2 layers asked", NO_INTERFACE),
+    "mpt": Refusal(Family("mpt", "ALiBi"), "0 of 2 layers called", NO_INTERFACE),
     "gptj": Refusal(
         Family("gptj", "RoPE on part of a head", {"rotary_dim": 8}),
-        "computes attention in classes of its own",
+        "computes attention in its own classes",
         NO_INTERFACE,
     ),
     "codegen": Refusal(
-        Family("codegen", "RoPE on part of a head", {"rotary_dim": 8}), "0 of 2 layers asked", NO_INTERFACE
+        Family("codegen", "RoPE on part of a head", {"rotary_dim": 8}), "0 of 2 layers called", NO_INTERFACE
     ),
     "gpt_neo": Refusal(
         Family("gpt_neo", "local attention", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
-        "computes attention in classes of its own",
+        "computes attention in its own classes",
         NO_INTERFACE,
     ),
-    "gpt_neox_japanese": Refusal(Family("gpt_neox_japanese", "RoPE"), "0 of 2 layers asked", NO_INTERFACE),
-    "openai-gpt": Refusal(Family("openai-gpt", "learned positions"), "0 of 2 layers asked", NO_INTERFACE),
+    "gpt_neox_japanese": Refusal(Family("gpt_neox_japanese", "RoPE"), "0 of 2 layers called", NO_INTERFACE),
+    "openai-gpt": Refusal(Family("openai-gpt", "learned positions"), "0 of 2 layers called", NO_INTERFACE),
     "xglm": Refusal(
         Family("xglm", "sinusoidal positions", {"d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}),
-        "0 of 2 layers asked",
+        "0 of 2 layers called",
         NO_INTERFACE,
     ),
     "diffllama": Refusal(
@@ -271,7 +271,7 @@ REFUSED: dict[str, Refusal] = {
         Family("doge", "masks of its own"), "attention masks of its own", "builds attention masks of its own"
     ),
     "bert": Refusal(
-        Family("bert", "attends in both directions"), "logits of the paged path differ", "attends in both directions"
+        Family("bert", "attends in both directions"), "logits of paged attention differ", "attends in both directions"
     ),
     "llama-dynamic": Refusal(
         Family("llama", "RoPE type dynamic", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}),
@@ -336,7 +336,7 @@ REFUSED: dict[str, Refusal] = {
     "recurrent_gemma": Refusal(
         Family("recurrent_gemma", "recurrent layers"), "layers of type linear_attention", RECURRENT
     ),
-    "rwkv": Refusal(Family("rwkv", "recurrent"), "0 of 2 layers asked", RECURRENT),
+    "rwkv": Refusal(Family("rwkv", "recurrent"), "0 of 2 layers called", RECURRENT),
     "lfm2": Refusal(
         Family("lfm2", "convolutions", {"layer_types": ["conv", "full_attention"]}), "layers of type conv", RECURRENT
     ),
@@ -362,8 +362,8 @@ REFUSED: dict[str, Refusal] = {
                 "laurel_rank": 8,
             },
         ),
-        "layers that share the KV of others",
-        "layers that share the KV of others, which the pool cannot hold",
+        "layers that use the KV of other layers",
+        "layers that use the KV of other layers, which the pool cannot hold",
     ),
 }
 

@@ -162,7 +162,7 @@ def test_the_probe_finds_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPa
     attend = model.model.layers[1].self_attn
     original = attend.forward
     monkeypatch.setattr(attend, "forward", lambda *a, **k: (original(*a, **k), original(*a, **k))[1])
-    with pytest.raises(UnsupportedModel, match=r"2 of 2 layers asked .* in 3 calls"):
+    with pytest.raises(UnsupportedModel, match=r"2 of 2 layers called .* in 3 calls"):
         wrap_model(model)
 
 
@@ -175,7 +175,7 @@ def test_a_model_whose_forward_fails_is_refused_in_one_line(monkeypatch: pytest.
         raise TypeError("there is no mask\nand a second line")
 
     monkeypatch.setattr(model.model.layers[layer].self_attn, "forward", fail)
-    with pytest.raises(UnsupportedModel, match=rf"there is no mask\), after {layer} of 2 layers asked") as error:
+    with pytest.raises(UnsupportedModel, match=rf"there is no mask\), after {layer} of 2 layers called") as error:
         wrap_model(model)
     assert "\n" not in str(error.value)
 

@@ -112,7 +112,7 @@ def test_an_unknown_model_type_is_refused(copy: Path) -> None:
 
 def test_missing_weights_are_an_error(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
-    assert "has no weights (*.safetensors)" in error_of(copy)
+    assert "has no weight files (*.safetensors)" in error_of(copy)
 
 
 @pytest.mark.parametrize("keep", [0, 6, 400, 0.5, -1])

@@ -217,7 +217,7 @@ def test_an_eos_outside_the_vocabulary_is_named_in_the_error(copy: Path) -> None
 
 def test_an_unknown_activation_is_named_in_the_error(copy: Path) -> None:
     change(copy, "config", hidden_act="hal")
-    assert "DIR/config.json: transformers knows nothing named 'hal'" in refused(copy)
+    assert "DIR/config.json: transformers does not know the name 'hal'" in refused(copy)
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])

@@ -56,7 +56,7 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
     ("options", "words"),
     [
         ({}, "no form"),
-        ({"json_object": False}, "none of them"),
+        ({"json_object": False}, "no form"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice; give exactly one"),
         ({"json_object": 1}, "json_object is 1"),
         ({"regex": ""}, "regex is ''; it must be text"),
@@ -72,8 +72,8 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
         ({"json": "[1]"}, "must be a JSON schema"),
         ({"json": '"a"'}, "must be a JSON schema"),
         ({"json": 3}, "must be a JSON schema"),
-        ({"json": {"const": {1, 2}}}, "what JSON cannot express"),
-        ({"json": {"const": float("nan")}}, "what JSON cannot express: Out of range"),
+        ({"json": {"const": {1, 2}}}, "a value that JSON cannot express"),
+        ({"json": {"const": float("nan")}}, "a value that JSON cannot express: Out of range"),
         ({"json": "[" * 30_000 + "]" * 30_000}, "nested too deeply"),
         ({"choice": []}, "0 texts; give 1 to 4,096"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "4,097 texts"),
@@ -83,7 +83,7 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
         ({"choice": ["a" * 40_000] * 2}, "choice has 80,000 characters, and the maximum is 65,536"),
         ({"json": {"const": "\ud800"}}, "lone surrogate"),
         ({"json": {"const": "a\0"}}, "NUL"),
-        ({"json": '{"const": NaN}'}, "what JSON cannot express"),
+        ({"json": '{"const": NaN}'}, "a value that JSON cannot express"),
         (
             {"json": {"const": [[[]]], "default": {"a": "b" * MAX_GRAMMAR_BYTES}}},
             "and the maximum is 65,536; shorten it",
