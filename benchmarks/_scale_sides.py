@@ -66,11 +66,11 @@ def serve(name: str, num_blocks: int, *options: str, crowded: bool = False) -> S
 def serve_crowded(arguments: list[str]) -> None:
     """Run `pointsman serve` in this process as if the machine had more cores: engines share the existing ones."""
     from pointsman.cli import main
-    from pointsman.engine.machine import own_cores
+    from pointsman.engine.machine import usable_cores
     from pointsman.server import shares
 
-    cores = own_cores()
-    shares.own_cores = lambda: [core for core in cores for _ in range(4)]
+    cores = usable_cores()
+    shares.usable_cores = lambda: [core for core in cores for _ in range(4)]
     shares.num_cores = lambda: 4 * len(cores)
     main(["serve", *arguments])
 

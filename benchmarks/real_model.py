@@ -27,7 +27,7 @@ from _real_prediction import NUM_REQUESTS, ROUNDS, measure_prediction
 from _real_prefixes import measure_prefixes
 
 from pointsman.engine.model.loader import load_model
-from pointsman.engine.sources.named import installed
+from pointsman.engine.sources.named import installed_file
 
 MODEL = "smollm2"
 PARTS = ("drafts", "prefixes", "explanations", "prediction")
@@ -48,7 +48,7 @@ def main() -> int:
     for part in PARTS:
         if part not in chosen:
             targets.skip(part, f"--only {arguments.only}")
-    path = installed(MODEL)
+    path = installed_file(MODEL)
     if path is None:
         note(f"skipped: {MODEL} is not installed; pointsman models get {MODEL} installs it")
         for part in chosen:

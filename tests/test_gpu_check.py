@@ -39,7 +39,7 @@ from gpu_check.steps import GraphTimes
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.kv.layout import LayerShape
-from pointsman.engine.sampling.sampler import choose_anywhere
+from pointsman.engine.sampling.sampler import choose_with_pytorch
 from pointsman.sim.model import ModelShape
 from pointsman.sim.shapes import model_shape
 
@@ -448,7 +448,7 @@ def test_the_check_of_kernels_detects_each_planted_fault(fault: str, monkeypatch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_of_sampling_detects_wrong_tokens(dtype: str) -> None:
     def right(logits: torch.Tensor, batch: Any) -> tuple[Any, Any]:
-        return choose_anywhere(logits.float(), batch)
+        return choose_with_pytorch(logits.float(), batch)
 
     def greedy(logits: torch.Tensor, batch: Any) -> tuple[Any, Any]:
         _, ok = right(logits, batch)

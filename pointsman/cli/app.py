@@ -40,9 +40,9 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import BackgroundFile, Recorder, ReplayDifference
 from pointsman.core import replay as core_replay
-from pointsman.engine.interruption import ended_by_signals
+from pointsman.engine.interruption import exit_on_signals
 from pointsman.engine.machine import wait_briefly
-from pointsman.engine.sources.named import SERVED, served_by_default
+from pointsman.engine.sources.named import SERVED, default_served_model
 from pointsman.files import open_input, read_text_lines, represented
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ def record(
 
 def _default_model() -> str:
     """The model to serve if the user names no model."""
-    model = served_by_default()
+    model = default_served_model()
     if model == "demo":
         logging.getLogger("pointsman").info(
             "serving the demo model, which cannot answer questions; to install one that can: pointsman models get %s",
@@ -474,7 +474,7 @@ def _load_engine(*, model: str, **arguments: Any) -> Engine:
     except ModuleNotFoundError as error:
         raise not_installed("generate", error, "engine") from None
     try:
-        with ended_by_signals({signal.SIGTERM: EXIT_TERMINATED}):
+        with exit_on_signals({signal.SIGTERM: EXIT_TERMINATED}):
             return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None

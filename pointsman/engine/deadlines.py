@@ -43,7 +43,7 @@ class Deadlines:
                 overdue.append(request)
         return overdue
 
-    def next(self) -> float | None:
+    def earliest(self) -> float | None:
         """The earliest deadline of an unfinished request; None: no unfinished request has a deadline."""
         while self._heap and self._heap[0][2].is_finished:
             heappop(self._heap)

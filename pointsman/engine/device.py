@@ -28,26 +28,27 @@ _TYPES = {
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) -> dict[str, Tensor]:
+def to_device(arrays: Arrays, device: torch.device, buffer: Tensor | None = None) -> dict[str, Tensor]:
     """Copy host arrays to the device in one copy that the host does not wait for; return name -> tensor.
 
     Args:
-        into: buffer on the device for the copy, [bytes] uint8; the returned tensors are views of it. None: new memory.
+        buffer: memory on the device for the copy, [bytes] uint8; the returned tensors are views of it. None: new
+            memory.
 
     Raises:
-        ValueError: `into` is too small.
+        ValueError: `buffer` is too small.
     """
     places, size = _offsets(arrays)
-    if into is not None and len(into) < size:
-        raise ValueError(f"the arrays of a step take {size} bytes and the buffer has {len(into)}")
+    if buffer is not None and len(buffer) < size:
+        raise ValueError(f"the arrays of a step take {size} bytes, but `buffer` has only {len(buffer)}")
     is_cuda = device.type == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
     content = host.numpy()
     for name, array in arrays.items():
         at = places[name]
         content[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if into is not None:
-        memory = into[:size]
+    if buffer is not None:
+        memory = buffer[:size]
         memory.copy_(host, non_blocking=True)
     else:
         memory = host.to(device, non_blocking=True)

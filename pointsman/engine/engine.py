@@ -33,8 +33,8 @@ from pointsman.engine.kv.connector import make_kv_connector
 from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
 from pointsman.engine.kv.layout import choose_layout
 from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
-from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
-from pointsman.engine.memory import GRAPH_SHARE, DeviceBudget, device_memory, naming_out_of_memory, use_device
+from pointsman.engine.machine import keep_freed_pages, return_freed_pages
+from pointsman.engine.memory import GRAPH_SHARE, DeviceBudget, device_memory, explain_out_of_memory, use_device
 from pointsman.engine.model.fingerprint import model_fingerprint
 from pointsman.engine.model.largest_step import run_largest_step
 from pointsman.engine.model.loader import device_of, load_with_attention
@@ -220,7 +220,7 @@ class Engine:
         device_budget = None
         if memory is not None and num_blocks is None and kv_cache_bytes is None:
             largest_step = partial(run_largest_step, self.loaded, self.attention, config, kv_layout, kv_dtype)
-            with naming_out_of_memory("the largest step", SMALLER_STEPS):
+            with explain_out_of_memory("the largest step", SMALLER_STEPS):
                 device_budget = DeviceBudget.measure(
                     largest_step, memory, gpu_memory_utilization or DEFAULT_UTILIZATION, graph_bytes
                 )
@@ -248,7 +248,7 @@ class Engine:
             kv_knobs, config, partial(model_fingerprint, self.loaded), self.kv_pool, self.counters, clock
         )
         self.scheduler = Scheduler(config, recorder=recorder, connector=self.kv_connector)
-        with naming_out_of_memory("preparing steps", SMALLER_POOL):
+        with explain_out_of_memory("preparing steps", SMALLER_POOL):
             self.runner = ModelRunner(
                 self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
             )
@@ -288,7 +288,7 @@ class Engine:
             clock=clock,
             counters=self.counters,
         )
-        give_back_freed_pages()  # freed after loading
+        return_freed_pages()  # freed after loading
 
     @property
     def tokenizer(self) -> Any | None:
@@ -385,7 +385,7 @@ class Engine:
         params = params or self.default_sampling_params
         request = to_request(
             request_id,
-            self._check(request_id, prompt, params, more_input=more_input),
+            self._check_request(request_id, prompt, params, more_input=more_input),
             params,
             arrival_time=now if arrival_time is None else arrival_time,
             eos_token_ids=self.eos_token_ids,
@@ -412,13 +412,13 @@ class Engine:
                 prompt_text = prompt
             self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text, resumed=resumed)
         except BaseException:  # a request that only the scheduler knows would break every later step
-            self._end(request_id, FinishReason.ERROR, now)
+            self._finish_request(request_id, FinishReason.ERROR, now)
             raise
         if deadline is not None:
             self.deadlines.add(request, deadline)
         return request
 
-    def _check(
+    def _check_request(
         self,
         request_id: str,
         prompt: str | Sequence[int],
@@ -489,7 +489,7 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request now; return its last output, or None if the request is unknown or has finished."""
-        return self._end(request_id, FinishReason.ABORT, self.clock())
+        return self._finish_request(request_id, FinishReason.ABORT, self.clock())
 
     def end_overdue(self) -> list[RequestOutput]:
         """Finish the requests whose deadlines have passed; return their last outputs. Every step calls this first."""
@@ -497,7 +497,7 @@ class Engine:
         finished = []
         for request in self.deadlines.take_overdue(now):
             detail = f"its deadline passed, {now - request.arrival_time:.3f} s after its arrival"
-            output = self._end(request.request_id, FinishReason.DEADLINE, now, detail)
+            output = self._finish_request(request.request_id, FinishReason.DEADLINE, now, detail)
             if output is not None:
                 finished.append(output)
         return finished
@@ -516,7 +516,7 @@ class Engine:
                 except GrammarError as raised:
                     error = raised
             if error is not None:
-                output = self._end(request.request_id, FinishReason.ERROR, now, str(error), error)
+                output = self._finish_request(request.request_id, FinishReason.ERROR, now, str(error), error)
                 if output is not None:
                     finished.append(output)
             elif request.status.is_parked:
@@ -531,13 +531,13 @@ class Engine:
         """
         if self.kv_connector is None:
             return []
-        outputs = self.outputs.end_all(self.kv_connector.report_finished(self.scheduler), self.clock())
+        outputs = self.outputs.make_last_outputs(self.kv_connector.report_finished(self.scheduler), self.clock())
         if self.on_output is not None:
             for output in outputs:
                 self.on_output(output)
         return outputs
 
-    def _end(
+    def _finish_request(
         self, request_id: str, reason: FinishReason, now: float, detail: str = "", error: GrammarError | None = None
     ) -> RequestOutput | None:
         request = self.scheduler.finish(request_id, reason, now, detail=detail)
@@ -545,16 +545,16 @@ class Engine:
             if self.kv_events is not None:
                 self.kv_events.publish(self.scheduler.take_kv_events())
             self.grammars.forget(request)
-        output = None if request is None else self.outputs.end(request, now, error)
+        output = None if request is None else self.outputs.make_last_output(request, now, error)
         if output is not None and self.on_output is not None:
             self.on_output(output)
         if self.pausing.waiting:
-            self.pausing.settle()
+            self.pausing.complete_if_idle()
         return output
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs, a step is in flight, or `step` has outputs to return."""
-        return self.outputs.has_kept or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
+        return self.outputs.has_kept_outputs or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
         """Whether there is anything to compute: a step in flight, or a request that is neither paused nor parked.
@@ -592,7 +592,7 @@ class Engine:
         for request in self.outputs.requests:
             output = self.abort(request.request_id)
             if output is not None:
-                self._keep([output])
+                self._keep_outputs([output])
 
     # -------------------------------------------------------------------------------------------------- steps
 
@@ -613,9 +613,9 @@ class Engine:
             self.grammars.wait(PATIENCE)
         elif self.kv_connector is not None and not self.has_runnable_requests():
             self.kv_connector.wait(PATIENCE)
-        self.steps.void_if_broken_off()
+        self.steps.void_if_interrupted()
         self.steps.run()
-        return self.outputs.take_kept()
+        return self.outputs.take_kept_outputs()
 
     def finish_steps(self) -> list[RequestOutput]:
         """Execute, update and report every step in flight, and schedule no further step; return the outputs.
@@ -624,7 +624,7 @@ class Engine:
             EngineStepError: the model failed, see `step`.
         """
         self.steps.finish()
-        return self.outputs.take_kept()
+        return self.outputs.take_kept_outputs()
 
     def close(self) -> None:
         """Void the steps in flight, and close the KV connector and the publisher of KV events."""
@@ -636,16 +636,16 @@ class Engine:
 
     def _before_schedule(self) -> None:
         """Finish overdue requests, and move parked requests whose grammar or KV is ready back to the queue."""
-        self._keep(self.end_overdue())  # first, so that no work is done for overdue requests
+        self._keep_outputs(self.end_overdue())  # first, so that no work is done for overdue requests
         if self.grammars.num_waiting:
-            self._keep(self.take_grammars())
+            self._keep_outputs(self.take_grammars())
         if self.kv_connector is not None:
-            self._keep(self.take_transfers())
+            self._keep_outputs(self.take_transfers())
         if self.watchdog is not None:
             self.watchdog.tick()
 
-    def _keep(self, outputs: list[RequestOutput]) -> None:
+    def _keep_outputs(self, outputs: list[RequestOutput]) -> None:
         """Keep outputs for the next `step` to return, unless there is a listener `on_output`, which was already called
         with them."""
         if self.on_output is None:
-            self.outputs.hand_out(outputs)
+            self.outputs.deliver_outputs(outputs)

@@ -55,7 +55,7 @@ class GrammarUnavailableError(GrammarError):
     may succeed later."""
 
 
-def row_failure(error: BaseException) -> str:
+def failure_detail(error: BaseException) -> str:
     """The `finish_detail` of a request whose sampling raised `error`."""
     if isinstance(error, ValueError) and str(error):
         return str(error)

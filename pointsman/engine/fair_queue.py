@@ -72,21 +72,21 @@ class SharedCapacity:
         self.held: dict[str, int] = {}
         """Tenant -> amount that the tenant holds; tenants that hold nothing are left out."""
 
-    def take(self, tenant: str, amount: int, own: int = 0) -> None:
+    def take(self, tenant: str, amount: int, earlier_amount: int = 0) -> None:
         """Let a tenant hold a further amount. A tenant that holds nothing, or only earlier parts of the same item, may
         take the whole free capacity.
 
         Args:
             tenant: the tenant that takes the amount.
             amount: the amount to add.
-            own: amount that the tenant holds for earlier parts of the same item.
+            earlier_amount: amount that the tenant holds for earlier parts of the same item.
 
         Raises:
             CapacityError: the amount exceeds the free capacity or the tenant's share.
         """
         held, left = self.held.get(tenant, 0), self.size - self.total - amount
         max_held = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
-        if left < 0 or (held > own and held + amount > max_held):
+        if left < 0 or (held > earlier_amount and held + amount > max_held):
             raise CapacityError(held, max_held, self.total, self.size)
         self.held[tenant] = held + amount
         self.total += amount
@@ -160,32 +160,32 @@ class FairQueue(Generic[ItemT]):
             cost: amount of work of the item, above 0, in any unit.
             continues: whether the item continues an earlier item, and so precedes the tenant's other waiting items.
         """
-        own = self._tenants.get(tenant)
-        if own is None:
-            own = self._tenants[tenant] = _Tenant()
+        state = self._tenants.get(tenant)
+        if state is None:
+            state = self._tenants[tenant] = _Tenant()
         entry = QueuedItem(tenant, item, cost, next(self._number))
-        is_only = not own.queue
-        own.queue[entry] = None
+        is_only = not state.queue
+        state.queue[entry] = None
         self._len += 1
         if is_only:
-            own.start = max(own.start, self._now)
+            state.start = max(state.start, self._now)
         elif continues:
-            own.queue.move_to_end(entry, last=False)
+            state.queue.move_to_end(entry, last=False)
         if is_only or continues:
-            self._offer(own)
+            self._push_heap_entry(state)
         return entry
 
     def remove(self, entry: QueuedItem[ItemT]) -> None:
         """Remove a waiting item; later items of its tenant move up. No effect if the item was already taken."""
-        own = self._tenants.get(entry.tenant)
-        if own is None or entry not in own.queue:
+        state = self._tenants.get(entry.tenant)
+        if state is None or entry not in state.queue:
             return
-        is_first = entry is next(iter(own.queue))
-        del own.queue[entry]
+        is_first = entry is next(iter(state.queue))
+        del state.queue[entry]
         self._len -= 1
         if is_first:
-            self._offer(own)
-        if not own.queue and not own.num_out and own.start <= self._now:
+            self._push_heap_entry(state)
+        if not state.queue and not state.num_out and state.start <= self._now:
             del self._tenants[entry.tenant]
 
     def take(self) -> QueuedItem[ItemT] | None:
@@ -193,16 +193,16 @@ class FairQueue(Generic[ItemT]):
         while self._offers:
             offer = heappop(self._offers)
             start, _, tenant = offer
-            own = self._tenants.get(tenant)
-            if own is None or self._offer_of(own) != offer:
+            state = self._tenants.get(tenant)
+            if state is None or self._heap_entry(state) != offer:
                 continue
-            entry, _ = own.queue.popitem(last=False)
+            entry, _ = state.queue.popitem(last=False)
             self._now = max(self._now, start)
-            own.start = start + entry.cost
-            own.num_out += 1
+            state.start = start + entry.cost
+            state.num_out += 1
             self._num_out += 1
             self._len -= 1
-            self._offer(own)
+            self._push_heap_entry(state)
             return entry
         return None
 
@@ -213,38 +213,38 @@ class FairQueue(Generic[ItemT]):
 
     def end(self, entry: QueuedItem[ItemT]) -> None:
         """End the work on a taken item, so that it no longer counts towards its tenant's `max_out`."""
-        own = self._tenants[entry.tenant]
-        own.num_out -= 1
+        state = self._tenants[entry.tenant]
+        state.num_out -= 1
         self._num_out -= 1
         if not self._num_out and not self._len:  # no tenant is behind another
             self._tenants.clear()
             self._offers.clear()
             return
-        self._offer(own)
+        self._push_heap_entry(state)
         if len(self._tenants) > self._prune_at:
-            self._prune()
+            self._forget_idle_tenants()
 
-    def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
+    def _heap_entry(self, state: _Tenant[ItemT]) -> tuple[float, int, str] | None:
         """The heap entry of a tenant's first waiting item: (virtual start, number of the item, tenant). None: no item
         waits, or the tenant has `max_out` items out."""
-        if not own.queue or (self._max_out is not None and own.num_out >= self._max_out):
+        if not state.queue or (self._max_out is not None and state.num_out >= self._max_out):
             return None
-        first = next(iter(own.queue))
-        return own.start, first.number, first.tenant
+        first = next(iter(state.queue))
+        return state.start, first.number, first.tenant
 
-    def _offer(self, own: _Tenant[ItemT]) -> None:
-        offer = self._offer_of(own)
+    def _push_heap_entry(self, state: _Tenant[ItemT]) -> None:
+        offer = self._heap_entry(state)
         if offer is None:
             return
         heappush(self._offers, offer)
         if len(self._offers) > 2 * len(self._tenants) + _MIN_KEPT:  # most entries are outdated
-            self._offers = [offer for own in self._tenants.values() if (offer := self._offer_of(own)) is not None]
+            self._offers = [offer for state in self._tenants.values() if (offer := self._heap_entry(state)) is not None]
             heapify(self._offers)
 
-    def _prune(self) -> None:
+    def _forget_idle_tenants(self) -> None:
         """Forget idle tenants, except those that were served more than others; if very many idle tenants were served
         more, forget these too."""
-        busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
-        ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
+        busy = {tenant: state for tenant, state in self._tenants.items() if state.queue or state.num_out}
+        ahead = {tenant: state for tenant, state in self._tenants.items() if state.start > self._now}
         self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}
         self._prune_at = max(_MIN_KEPT, 2 * len(self._tenants))

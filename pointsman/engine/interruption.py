@@ -4,14 +4,14 @@ Python raises KeyboardInterrupt wherever the main thread happens to be: in the m
 between a lock and the `try` that would release it. A loop that steps an engine therefore records the signal, and calls
 the original signal handler between steps, when the engine's state is consistent:
 
-    with noted_interrupts() as interruption:
+    with delayed_interrupts() as interruption:
         while engine.has_unfinished_requests():
             engine.step()
-            interruption.obey()
+            interruption.call_delayed_handler()
 
 Only the first Ctrl-C is delayed: a second one interrupts the step.
 
-`ended_by_signals` is for the time before the first step, while a model is found and loaded.
+`exit_on_signals` is for the time before the first step, while a model is found and loaded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Interruption:
         self._handler = handler
         self.requested = False
 
-    def obey(self) -> None:
-        """Call the original handler if Ctrl-C was recorded since the last call of `obey`.
+    def call_delayed_handler(self) -> None:
+        """Call the original handler if Ctrl-C was recorded since the last call of `call_delayed_handler`.
 
         Raises:
             KeyboardInterrupt: by default; the original handler may raise something else.
@@ -45,8 +45,8 @@ class Interruption:
             self.requested = False
             self._call_handler(signal.SIGINT, None)
 
-    def note(self, signal_number: int, frame: FrameType | None) -> None:
-        """Record the first Ctrl-C; a second one calls the original handler. This method is installed as the signal
+    def record_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        """Record the first Ctrl-C, and call the original handler at a second Ctrl-C. This method is installed as signal
         handler."""
         if self.requested:
             self._call_handler(signal_number, frame)
@@ -60,7 +60,7 @@ class Interruption:
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[Interruption]:
+def delayed_interrupts() -> Iterator[Interruption]:
     """Record the first Ctrl-C within the block in an `Interruption`, instead of raising KeyboardInterrupt. No effect in
     a thread that gets no signals, or if the current handler was not installed from Python and so could not be restored.
     """
@@ -69,7 +69,7 @@ def noted_interrupts() -> Iterator[Interruption]:
     if threading.current_thread() is not threading.main_thread() or previous is None:
         yield interruption
         return
-    signal.signal(signal.SIGINT, interruption.note)
+    signal.signal(signal.SIGINT, interruption.record_signal)
     try:
         yield interruption
     finally:
@@ -77,7 +77,7 @@ def noted_interrupts() -> Iterator[Interruption]:
 
 
 @contextmanager
-def ended_by_signals(codes: Mapping[signal.Signals, int]) -> Iterator[None]:
+def exit_on_signals(codes: Mapping[signal.Signals, int]) -> Iterator[None]:
     """Let signals raise SystemExit within the block, so that a download removes its incomplete file. Only the main
     thread may use this.
 
@@ -85,10 +85,10 @@ def ended_by_signals(codes: Mapping[signal.Signals, int]) -> Iterator[None]:
         codes: signal -> exit code.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         sys.exit(codes[signal.Signals(number)])
 
-    before = {number: signal.signal(number, leave) for number in codes}
+    before = {number: signal.signal(number, raise_exit) for number in codes}
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineStepError
-from pointsman.engine.interruption import Interruption, noted_interrupts
+from pointsman.engine.interruption import Interruption, delayed_interrupts
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
 from pointsman.engine.outputs.request_output import RequestOutput
@@ -102,14 +102,14 @@ class LLM:
         each = _params_per_prompt(sampling_params, len(many))
         if self.engine.is_paused:
             raise RuntimeError("the engine is paused, so nothing would ever be generated; call engine.resume() first")
-        with noted_interrupts() as interruption:
+        with delayed_interrupts() as interruption:
             ids = self._add_all(many, each, interruption)
             try:
                 finished = self._run(len(ids), use_tqdm, interruption)
             except BaseException:
                 self._abort_all(ids)
                 raise
-        interruption.obey()  # Ctrl-C after the last step
+        interruption.call_delayed_handler()  # Ctrl-C after the last step
         return [finished[request_id] for request_id in ids]
 
     def embed(
@@ -151,7 +151,7 @@ class LLM:
                         bar.update()
                 if statistics is not None:
                     statistics.tick()
-                interruption.obey()
+                interruption.call_delayed_handler()
         if statistics is not None:
             statistics.finish()
         return finished
@@ -227,7 +227,7 @@ class LLM:
                 ids.append(str(next(self._ids)))
                 content, text, cache_salt = _parse_prompt(prompt)
                 self.engine.add_request(ids[-1], content, final[id(one)], cache_salt=cache_salt, prompt_text=text)
-                interruption.obey()
+                interruption.call_delayed_handler()
         except BaseException as error:
             self._abort_all(ids)
             if isinstance(error, ValueError):

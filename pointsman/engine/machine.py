@@ -28,7 +28,7 @@ ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABL
 LARGEST_IN_HEAP = 32 << 20
 """Maximum size, in bytes, of allocations that come from the heap: the largest threshold that the C library accepts."""
 KEPT_AT_THE_TOP = 1 << 30
-"""Number of free bytes at the end of a heap above which the C library returns them to the system."""
+"""Free memory at the end of a heap, in bytes, above which the C library returns it to the system."""
 CGROUP = Path("/sys/fs/cgroup")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls the GPUs of all
@@ -67,7 +67,7 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_AT_THE_TOP))
 
 
-def give_back_freed_pages() -> None:
+def return_freed_pages() -> None:
     """Return free memory of the heap to the system, before an idle time. The call takes milliseconds."""
     trim = _c_function("malloc_trim")
     if trim is not None:
@@ -81,7 +81,7 @@ def _c_function(name: str) -> Callable[..., int] | None:
         return None
 
 
-def own_cores() -> list[int]:
+def usable_cores() -> list[int]:
     """Numbers of the processors that this process may run on, in ascending order."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
@@ -90,7 +90,7 @@ def own_cores() -> list[int]:
 @cache
 def num_cores() -> int:
     """Number of processors that this process may use at the same time, at least 1."""
-    return max(1, math.ceil(min(len(own_cores()), cpu_quota(CGROUP))))
+    return max(1, math.ceil(min(len(usable_cores()), cpu_quota(CGROUP))))
 
 
 def cpu_quota(root: Path) -> float:

@@ -176,13 +176,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_out_of_memory(doing: str, remedy: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+def explain_out_of_memory(action: str, remedy: str, error_class: type[Exception] = ValueError) -> Iterator[None]:
     """Replace an out-of-memory error of the device, raised in the block, by an error of one line with the remedy.
 
     Args:
-        doing: the action that needs the memory, such as "loading the model on cuda:0".
+        action: the action that needs the memory, such as "loading the model on cuda:0".
         remedy: the settings that the user can change.
-        kind: class of the error that is raised.
+        error_class: class of the error that is raised.
     """
     try:
         yield
@@ -191,4 +191,4 @@ def naming_out_of_memory(doing: str, remedy: str, kind: type[Exception] = ValueE
             raise
         # PyTorch's advice on its own settings, after the figures, does not help here.
         figures = " ".join(str(error).split()).partition(" If reserved")[0].rstrip(".")
-        raise kind(f"{doing} needs more memory than the device has free ({figures}); {remedy}") from error
+        raise error_class(f"{action} needs more memory than the device has free ({figures}); {remedy}") from error

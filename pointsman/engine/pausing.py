@@ -63,7 +63,7 @@ class Pausing:
         self.waiting.append(future)
         if mode == "abort":
             self._abort_all()
-        self.settle()
+        self.complete_if_idle()
         return future
 
     def resume(self) -> None:
@@ -71,7 +71,7 @@ class Pausing:
         self._scheduler.resume(self._clock())
         self.fail(ResumedError("the engine was resumed before the pause was complete"))
 
-    def settle(self) -> None:
+    def complete_if_idle(self) -> None:
         """Complete the pause if no step is in flight and no request can run. Called after every step and every finished
         request while callers of `pause` wait (`waiting` is not empty)."""
         if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:

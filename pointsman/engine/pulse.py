@@ -85,8 +85,8 @@ class Pulse:
         self._last = now
         return now
 
-    def take(self) -> PulseReading:
-        """Return the measurements since the last call of `take`, and reset them."""
+    def take_reading(self) -> PulseReading:
+        """Return the measurements since the last call of `take_reading`, and reset them."""
         mean = self._step_seconds / self._num_steps if self._num_steps else None
         reading = PulseReading(self._longest, mean)
         self._longest = self._step_seconds = 0.0

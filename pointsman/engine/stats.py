@@ -77,7 +77,7 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
     """
     seconds = after.time - before.time
     if seconds <= 0:
-        raise ValueError(f"the readings are {seconds} seconds apart; give the earlier one first")
+        raise ValueError(f"the second reading is {seconds} s after the first; give the earlier reading first")
     was, now = before.scheduler, after.scheduler
     num_prompt_tokens = after.counters.num_prompt_tokens - before.counters.num_prompt_tokens
     num_generated_tokens = after.counters.num_generated_tokens - before.counters.num_generated_tokens
@@ -160,7 +160,7 @@ class StatsLogger:
         logged."""
         return self._clock() - self._started >= SHORT_RUN and self.flush()
 
-    def wait(self) -> float | None:
+    def seconds_to_next_line(self) -> float | None:
         """Seconds until the next line is due if the engine stays idle from now on; None: no line will be due."""
         if self._engine.counters.num_steps == self._before.counters.num_steps:
             return None

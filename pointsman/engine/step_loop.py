@@ -87,7 +87,7 @@ class StepLoop:
         self._clock = clock
         self._counters = counters
         self.proposer = proposer
-        """Source of drafts for the next steps; None: there are no drafts."""
+        """Object that proposes drafts for the next steps; None: there are no drafts."""
         self.last_output: SchedulerOutput | None = None
         """The scheduler's output for the newest scheduled step, for displays; None before the first step."""
         self.on_report: Callable[[SchedulerOutput], None] | None = None
@@ -166,7 +166,7 @@ class StepLoop:
         if self._updated is not None:  # the scheduler has this step's tokens, so the step is not void
             self._report_updated()
 
-    def void_if_broken_off(self) -> None:
+    def void_if_interrupted(self) -> None:
         """Void every step in flight if an exception ended an earlier call after the scheduler's `schedule` and before
         this object recorded the output of `schedule`."""
         if len(self) != self._scheduler.num_steps_in_flight:
@@ -181,9 +181,9 @@ class StepLoop:
         now = self._clock()
         self.last_output = output = self._scheduler.schedule_again(now)
         for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
-            self._outputs.note_scheduled(request, now, num_external)
+            self._outputs.record_admission(request, now, num_external)
         if self._runner.connector is not None and output.finished:  # requests whose KV took too long to load
-            self._outputs.hand_out(self._outputs.end_all(output.finished, now))
+            self._outputs.deliver_outputs(self._outputs.make_last_outputs(output.finished, now))
         if self._kv_events is not None:
             self._kv_events.publish(self._scheduler.take_kv_events())
         self._counters.num_steps += 1
@@ -208,9 +208,9 @@ class StepLoop:
             self._scheduler.finish(request_id, reason, now, keep_tokens=num_tokens, detail=detail, stop_reason=stop)
         if self.proposer is not None:
             self.proposer.propose(output, update, now)
-        self._outputs.hand_out(outputs)
+        self._outputs.deliver_outputs(outputs)
         if self._pausing.waiting:
-            self._pausing.settle()
+            self._pausing.complete_if_idle()
         if self.on_report is not None:
             self.on_report(output)
 
@@ -219,7 +219,7 @@ class StepLoop:
     def _execute(self, step: _Step, prepared: PreparedStep) -> StepExecution:
         if self._max_in_flight > 1:
             self._part = self._next_part()
-            prepared.batches[0].meanwhile.do_part = self._do_part if self._part is not None else None
+            prepared.batches[0].meanwhile.do_part = self._run_part if self._part is not None else None
         try:
             return self._runner.run(prepared) if step.launched is None else self._runner.collect(step.launched)
         except Exception as error:
@@ -277,7 +277,7 @@ class StepLoop:
 
     # ------------------------------------------------------------------ interleaved
 
-    def _do_part(self) -> bool:
+    def _run_part(self) -> bool:
         """Run one part of another step while a step is executed; return whether there is a further part."""
         assert self._part is not None
         try:

@@ -25,7 +25,7 @@ from pointsman.engine.counters import EngineCounters
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
 from pointsman.engine.errors import EngineStepError, first_line
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.machine import give_back_freed_pages
+from pointsman.engine.machine import return_freed_pages
 from pointsman.engine.model.pooling import check_can_pool
 from pointsman.engine.model.runner import ModelRunner
 from pointsman.engine.outputs.processor import OutputProcessor
@@ -81,7 +81,7 @@ def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
             if is_plain and isinstance(error, EngineStepError):
                 raise
             logger.warning("warm-up: some requests may fail, or be slow at first: %s", first_line(error))
-        give_back_freed_pages()
+        return_freed_pages()
     grammar.result()
     logger.info("warmed up in %.1f s", time.monotonic() - started)
 
@@ -221,6 +221,6 @@ class _Rehearsal:
             if drafts:
                 one_each = np.ones(step.num_rows, dtype=np.int64)
                 self._scheduler.propose(step, np.zeros_like(one_each), one_each, time.monotonic())
-            for output in self._outputs.take_kept():
+            for output in self._outputs.take_kept_outputs():
                 if output.finished and output.outputs[0].finish_reason == FinishReason.ERROR.value:
                     logger.warning("warm-up: a request failed: %s", output.outputs[0].finish_detail)

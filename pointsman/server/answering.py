@@ -160,7 +160,7 @@ def _leave_film(host: Host, watcher: int) -> None:
 
 @answers(TakePulse)
 def _take_pulse(host: Host) -> PulseReading:
-    return host.pulse.take()
+    return host.pulse.take_reading()
 
 
 def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:

@@ -36,7 +36,7 @@ from pointsman.engine.engine import SMALLER_POOL, Engine
 from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
 from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.machine import keep_freed_pages
-from pointsman.engine.memory import naming_out_of_memory
+from pointsman.engine.memory import explain_out_of_memory
 from pointsman.engine.params.engine_args import with_prefill_gap
 from pointsman.engine.warming import warm_up
 from pointsman.server.answering import Host, answer
@@ -161,7 +161,7 @@ class EngineProcess:
                 resumed=wanted.resumed,
             )
             if wanted.resumed is not None:
-                mailbox.note_reported(engine.outputs.so_far(request))
+                mailbox.note_reported(engine.outputs.output_so_far(request))
             return request
 
         self._port.mailboxes[key] = mailbox
@@ -246,7 +246,7 @@ def main(descriptor: int) -> int:
             engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **arguments)
             engine.kv_pool.map_memory()
             if start.warm_up:
-                with naming_out_of_memory("the warm-up", SMALLER_POOL):
+                with explain_out_of_memory("the warm-up", SMALLER_POOL):
                     warm_up(engine, grammars)
         except (ValueError, OSError) as error:  # the model, a knob, or the recording's file
             sock.sendall(pack(Failed(str(error), is_usage_error=True)))

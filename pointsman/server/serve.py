@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import first_line
-from pointsman.engine.interruption import ended_by_signals
+from pointsman.engine.interruption import exit_on_signals
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.stats import DEFAULT_INTERVAL
@@ -119,7 +119,7 @@ def run(
     wait_briefly()  # for the engine process, which inherits it: idle threads should sleep, not spin
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         # The event loop handles signals later, but does not run yet.
-        with ended_by_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
+        with exit_on_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
             options = with_model_found(options)
         shares = share_out(options, data_parallel_size, record)
         server = _Serving(options, config, sock, connections, create_app)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.kv.events import KVEventsConfig
-from pointsman.engine.machine import num_cores, own_cores, visible_gpus
+from pointsman.engine.machine import num_cores, usable_cores, visible_gpus
 from pointsman.engine.text.tokenizer import model_directory, weights_size
 
 SHARED_SIZES = ("num_blocks", "kv_cache_bytes", "kv_offload_bytes")
@@ -62,7 +62,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
     if num_engines == 1:
         check_ports([options])
         return [EngineShare(dict(options), record=record)]
-    cores, at_once = own_cores(), num_cores()
+    cores, at_once = usable_cores(), num_cores()
     if num_engines > at_once:
         raise ValueError(
             f"data_parallel_size is {num_engines} and this process may use {at_once} core(s); each engine needs one "

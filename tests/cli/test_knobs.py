@@ -105,7 +105,7 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         (
             {"kv_store": "there", "kv_store_role": "consumer", "kv_store_bytes": "1GiB"},
             None,
-            "a consumer writes nothing",
+            "kv_store_role consumer writes nothing",
         ),
         ({"kv_store": "there", "kv_load_timeout": 0}, None, "kv_load_timeout is 0"),
         ({"kv_store": "there", "kv_store_role": "producer", "kv_load_timeout": 1}, None, "no request waits for KV"),

@@ -14,16 +14,15 @@ from tests.forked_engines import forked_processes
 
 @pytest.fixture(autouse=True, scope="session")
 def compilers() -> Iterator[None]:
-    """Fork grammar compilers."""
+    """Let the tests' processes for compiling grammars be forked, which is faster than starting new interpreters."""
     with forked_processes():
         yield
 
 
 @pytest.fixture(autouse=True)
 def attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several steps in flight, let the tests' tiny models run ahead like larger ones: while a layer attends, all
-    parts of other steps are done.
-    """
+    """With several steps in flight, let attention in the tests' tiny models take long enough for all parts of other
+    steps, as in larger models."""
     do_meanwhile = PagedBatch.do_meanwhile
     monkeypatch.setattr(numba_attention, "LONG", 0)
     monkeypatch.setattr(PagedBatch, "do_meanwhile", lambda batch, _: do_meanwhile(batch, lambda: True))
@@ -31,7 +30,7 @@ def attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: tiny models gain nothing from more, which cost a lot on a busy machine."""
+    """Compute with one thread: more threads do not make tiny models faster, and make a busy machine much slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -15,13 +15,13 @@ class Seen:
     """Statistics of a run's steps."""
 
     mixed: int = 0
-    """Steps with decodes and chunks of prompts."""
+    """Number of steps with both decodes and chunks of prompts."""
     chunks: int = 0
-    """Rows that computed a part of a prompt and not its end."""
+    """Number of rows that computed a part of a prompt without its end."""
     max_rows: int = 0
-    """Of a step."""
+    """Maximum number of rows of a step."""
     max_in_flight: int = 0
-    """Steps in flight behind the one that was reported."""
+    """Maximum number of steps in flight after the reported step."""
 
     def note(self, engine: Engine) -> None:
         output = engine.last_output
@@ -34,7 +34,7 @@ class Seen:
 
 
 def drain(engine: Engine, seen: Seen | None = None) -> dict[str, RequestOutput]:
-    """Step until all requests have finished; return the last output of each, by its id."""
+    """Step until all requests have finished; return request id -> last output of the request."""
     done = {}
     while engine.has_unfinished_requests():
         done.update((output.request_id, output) for output in engine.step() if output.finished)
@@ -50,7 +50,7 @@ def run(
     params: SamplingParams | list[SamplingParams],
     seen: Seen | None = None,
 ) -> list[RequestOutput]:
-    """Run all prompts at once; return their outputs in order."""
+    """Run a request for every prompt at the same time; return their last outputs in the order of the prompts."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params[index] if isinstance(params, list) else params)
     done = drain(engine, seen)

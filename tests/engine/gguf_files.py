@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
 }
-"""By transformers' model type."""
+"""transformers' model type -> name of the architecture in GGUF files."""
 SPECIAL = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -81,7 +81,7 @@ def write(writer: GGUFWriter) -> None:
 
 
 def interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Rows in the order of rotations of neighbours: of each head 0, half, 1, half + 1, ..."""
+    """The rows of each head reordered for rotations of neighbouring elements: 0, half, 1, half + 1, ..."""
     half = values.shape[0] // num_heads // 2
     order = [head * 2 * half + at + side * half for head in range(num_heads) for at in range(half) for side in (0, 1)]
     return values[order]
@@ -129,7 +129,8 @@ def _add_rope_factors(writer: GGUFWriter, config: Any) -> None:
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Stretch factors of the frequencies: 1 below one wave length, `factor` above another, and interpolated between."""
+    """Factors by which Llama 3 divides rotary frequencies: 1 for short wave lengths, `factor` for long ones,
+    interpolated in between."""
     factors = []
     for at in range(0, head_dim, 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (at / head_dim)
@@ -146,7 +147,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray[Any, An
 
 
 def trained_bpe(num_tokens: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on a few words, with control and added tokens and a chat template."""
+    """A byte-level BPE tokenizer trained on a few words, with control tokens, added tokens and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

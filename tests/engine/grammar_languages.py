@@ -24,7 +24,7 @@ texts = st.text(characters, max_size=5)
 
 
 def _as_escape(draw: Any, character: str, wide: str = "U") -> str:
-    """One of the escapes of a character by its code point."""
+    """A character written as one of the escapes that name its code point."""
     code = ord(character)
     forms = [f"\\U{code:08x}"] if wide == "U" else [f"\\u{{{code:x}}}"]
     if code < 0x10000:
@@ -64,7 +64,8 @@ _quantifiers = st.sampled_from(["", "", "", "", "*", "+", "?", "{2}", "{0,2}", "
 
 
 def _group(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Repeated a few times at most: Python tries every way to split a text among repetitions within repetitions."""
+    """A group that is repeated a few times at most, because Python tries every division of a text among nested
+    repetitions."""
     counts = st.sampled_from(["", "", "?", "{2}", "{0,2}"])
     return st.builds("{0}{1}){2}".format, st.sampled_from(["(", "(?:"]), inner, counts)
 
@@ -75,11 +76,11 @@ def _sequences(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 _parts = st.builds("{0}{1}".format, _atoms, _quantifiers)
 expressions = st.recursive(_sequences(_parts), lambda inner: _sequences(st.one_of(_parts, _group(inner))), max_leaves=6)
-"""Python's dialect. An expression may be refused, or allow no text."""
+"""Regular expressions in Python's syntax. The engine may refuse an expression, and an expression may allow no text."""
 
 
 def is_match(expression: str, text: str) -> bool:
-    """Whether the whole text matches, with ASCII classes."""
+    """Whether the whole text matches the expression, with character classes limited to ASCII."""
     return re.fullmatch(expression, text, re.ASCII) is not None
 
 
@@ -87,7 +88,7 @@ def is_match(expression: str, text: str) -> bool:
 
 
 class Grammar(NamedTuple):
-    """The same grammar in two languages."""
+    """A grammar in two languages: GBNF and Lark's."""
 
     gbnf: str
     lark: str
@@ -99,7 +100,7 @@ class _Part(NamedTuple):
 
 
 def _in_lark(character: str) -> str:
-    """A character of a class: Lark replaces numbers by the characters themselves before the class is read."""
+    """A character of a class in Lark's syntax. Lark replaces escapes by characters before it reads the class."""
     return f"\\{character}" if character in SIGNS and character not in ' "' else f"\\U{ord(character):08x}"
 
 
@@ -131,7 +132,7 @@ def _terminal(draw: Any) -> _Part:
 
 @st.composite
 def grammars(draw: Any) -> Grammar:
-    """Some rules that refer to each other or to themselves."""
+    """A grammar of some rules, which may refer to each other or to themselves."""
     num_rules = draw(st.integers(1, 4))
     names = ["root", *(f"r-{number}" for number in range(1, num_rules))]
     larks = ["start", *(f"r{number}" for number in range(1, num_rules))]
@@ -265,7 +266,7 @@ _schemas = st.recursive(
 
 @st.composite
 def schemas(draw: Any) -> dict[str, Any]:
-    """A schema that may refer to parts of itself, under names that pointers have to escape."""
+    """A JSON schema that may have references to its own parts, with names that a JSON pointer must escape."""
     schema = draw(_schemas)
     if not isinstance(schema, dict) or draw(st.integers(0, 2)):
         return {"anyOf": [schema]} if not isinstance(schema, dict) else schema
@@ -306,6 +307,6 @@ _ASCII_CLASSES: Any = jsonschema.validators.extend(jsonschema.Draft202012Validat
 
 
 def is_valid(schema: Any, value: Any) -> bool:
-    """Whether a value is valid under a schema, with ASCII classes in its patterns."""
+    """Whether a value is valid under a schema, with the character classes of patterns limited to ASCII."""
     validator = _ASCII_CLASSES(schema)
     return not list(validator.iter_errors(value))

@@ -42,5 +42,5 @@ class Language:
         )
 
     def allows(self, *texts: str) -> list[str]:
-        """The given texts that the grammar allows."""
+        """The texts among those given that the grammar allows."""
         return [text for text in texts if text in self]

@@ -13,7 +13,7 @@ WORDS = ("red", "green", "blue", "naïve", 'q"uote', "back\\slash", "two words",
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema whose objects and arrays are nested `depth` deep at most."""
+    """A random schema whose objects and arrays are nested in at most `depth` levels."""
     leaves = [_string, _integer, _number, _boolean, _null, _enum, _const]
     nested = [_object, _object, _array, _tuple, _any_of]
     make = rng.choice(leaves if depth <= 0 else [*leaves, *nested, *nested])
@@ -21,7 +21,8 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def random_document(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema of an object, as callers of an API ask for; some refer to a part of themselves."""
+    """A random schema of an object, as clients of an API send it; some schemas have a reference to one of their
+    parts."""
     schema = _object(rng, depth)
     if rng.random() < 0.3:
         schema["$defs"] = {"part": random_schema(rng, depth - 1)}

@@ -13,7 +13,8 @@ from pointsman.engine import Engine, EngineStepError, SamplingParams
 from pointsman.engine.model.loaded import LoadedModel
 
 TIGHT = {"num_blocks": 22, "full_sequence_must_fit": False}
-"""A pool in which such requests preempt each other, and no prefix lasts."""
+"""Knobs of an engine with a KV pool so small that these requests preempt each other and cached prefixes are soon
+evicted."""
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -29,7 +30,7 @@ def make(loaded: LoadedModel, **knobs: Any) -> Engine:
 
 
 def prompt_of(number: int) -> list[int]:
-    """12 to 34 tokens; every four prompts share the first 8."""
+    """A prompt of 12 to 34 tokens; in each group of four prompts the first 8 tokens are equal."""
     return [3 + number % 4] * 8 + [5 + (7 * number + 3 * place) % 150 for place in range(4 + 5 * number % 23)]
 
 
@@ -39,10 +40,8 @@ def add_round(engine: Engine, name: int, count: int = 10) -> None:
 
 
 def drain(engine: Engine, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:
-    """Step until all requests have finished, with invariant checks; return the tokens of each, by its id.
-
-    Steps may fail if there is a list for that.
-    """
+    """Step until all requests have finished, and check invariants after each step; return request id -> tokens. Steps
+    may fail only if there is a list for their errors."""
     done: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         try:
@@ -68,7 +67,8 @@ def break_passes(
     chance: float,
     parts: Sequence[str] = ("run",),
 ) -> None:
-    """Make some of these calls fail before they begin, and the same number of others after their end."""
+    """Let the methods `parts` of the engine's runner raise an error with probability `chance` before they begin, and
+    with the same probability after they end."""
     for name in parts:
         original = getattr(engine.runner, name)
 
@@ -84,7 +84,7 @@ def break_passes(
 
 
 def run_rounds(engine: Engine, count: int = 3, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:
-    """Run the same requests several times."""
+    """Run the same requests in several rounds, one after the other."""
     done: dict[str, list[int]] = {}
     for name in range(count):
         add_round(engine, name)

@@ -15,7 +15,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def exact_table() -> str:
-    """Every configuration whose tokens are tested, and the number of settings."""
+    """The table of configurations whose tokens are tested, with the number of engine settings for each."""
     lines = ["| configuration | `model_type` | what is special about it | verdict |", "| --- | --- | --- | --- |"]
     for name, family in FAMILIES.items():
         tested = "exact, in every setting" if name in THOROUGH else "exact"
@@ -24,7 +24,7 @@ def exact_table() -> str:
 
 
 def refused_table() -> str:
-    """Every configuration that is tested to be refused."""
+    """The table of configurations that are tested to be refused, with the reasons."""
     lines = ["| configuration | `model_type` | what it has | refused because |", "| --- | --- | --- | --- |"]
     for name, refusal in REFUSED.items():
         family = refusal.family

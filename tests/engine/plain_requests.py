@@ -1,4 +1,4 @@
-"""Makes requests from sampling parameters like the engine, for tests of a scheduler without an engine."""
+"""Makes requests from sampling parameters as the engine does, for tests of a scheduler without an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FEATURES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "top_k": 30, "top_p": 0.95, "min_p": 0.01,
      "bad_words": ["b c"], "logit_bias": {8: 2.0}, "min_tokens": 6, "logprobs": 4},
 ]  # fmt: skip
-"""One request each: every feature of sampling alone, and some together."""
+"""Sampling parameters, for one request each: every feature of sampling by itself, and some combinations."""
 
 
 def request_for(name: str, prompt: list[int], params: SamplingParams) -> Request:

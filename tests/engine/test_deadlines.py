@@ -14,13 +14,13 @@ def request(name: str) -> Request:
     return Request(name, [1, 2, 3], arrival_time=0.0, max_tokens=4)
 
 
-def test_the_longest_overdue_comes_first_and_once() -> None:
+def test_overdue_requests_are_returned_once_longest_overdue_first() -> None:
     deadlines = Deadlines()
     for name, deadline in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("same", 2.0)):
         deadlines.add(request(name), deadline)
-    assert deadlines.take_overdue(0.5) == [] and deadlines.next() == 1.0
+    assert deadlines.take_overdue(0.5) == [] and deadlines.earliest() == 1.0
     assert [one.request_id for one in deadlines.take_overdue(2.0)] == ["a", "b", "same"]
-    assert deadlines.take_overdue(2.0) == [] and deadlines.next() == 3.0
+    assert deadlines.take_overdue(2.0) == [] and deadlines.earliest() == 3.0
 
 
 def test_finished_requests_are_neither_overdue_nor_kept() -> None:
@@ -30,7 +30,7 @@ def test_finished_requests_are_neither_overdue_nor_kept() -> None:
         deadlines.add(one, 1000.0)
         one._state.change_status(RequestStatus.FINISHED_REFUSED)
     assert len(deadlines._heap) <= MIN_ENTRIES  # bounded, not proportional to the number of all requests so far
-    assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
+    assert deadlines.earliest() is None and deadlines.take_overdue(2000.0) == []
 
 
 class Clock:

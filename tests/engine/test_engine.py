@@ -98,7 +98,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_with_numbers(loaded: LoadedMod
         engine.add_request("a", [5] * 9, GREEDY)
 
 
-def test_an_id_in_use_is_refused(engine: Engine) -> None:
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
     engine.add_request("a", [3], GREEDY)
     with pytest.raises(DuplicateRequest):
         engine.add_request("a", [4], GREEDY)
@@ -123,7 +123,7 @@ def test_invalid_request_ids_are_refused(engine: Engine, request_id: Any, messag
 
 
 def test_each_kind_of_finish_has_its_reason(engine: Engine, loaded: LoadedModel) -> None:
-    """Stop tokens, EOS, max_tokens=None, the model's length and the pool's capacity."""
+    """Requests finish by a stop token, EOS, the model's maximum length (max_tokens=None) and the pool's capacity."""
     engine.add_request("free", [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     tokens = drain(engine)["free"].token_ids
     stop = next(token for i, token in enumerate(tokens) if i >= 4 and token not in tokens[:i])
@@ -179,7 +179,8 @@ def test_unseeded_requests_differ_and_an_engine_repeats_itself(loaded: LoadedMod
 
 
 def test_a_failed_step_is_rewound_and_can_be_retried(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails at several points, also half way through the layers, with shared prefixes in the failing step."""
+    """Steps fail at several points, also in the middle of the layers, with requests that share prefixes in the failing
+    step."""
     prompts = [[3 + i % 5] * (4 + 3 * i) for i in range(6)] + [[9] * 30, [9] * 30]
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, GREEDY)
@@ -224,9 +225,8 @@ def test_an_interrupt_leaves_the_engine_usable(engine: Engine, monkeypatch: pyte
 def test_an_interrupt_between_parts_of_a_step_leaves_the_engine_usable(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Interrupts after the decision, after the model is locked, before it is unlocked, and before the update: the
-    engine can be stepped again, and another thread's engine on the same model is not locked out.
-    """
+    """Interrupts come after `schedule`, after the model's lock is acquired, before it is released, and before `update`.
+    The engine can be stepped again, and an engine of another thread can still use the same model."""
     if where in ("begin", "end") and engine.scheduler.config.max_steps_in_flight > 1:
         pytest.skip("the model runs in a thread of its own, and signals are handled in the main thread")
     engine.add_request("a", [3, 4], GREEDY)
@@ -273,8 +273,8 @@ def test_an_interrupt_between_parts_of_a_step_leaves_the_engine_usable(
     assert done["a"].token_ids == done["other"].token_ids and len(done["a"].token_ids) == 8
 
 
-def test_only_the_row_with_nan_ends(engine: Engine) -> None:
-    """A token with a NaN embedding affects its own request only, no other and no later one."""
+def test_a_row_with_nan_ends_only_its_own_request(engine: Engine) -> None:
+    """A token with a NaN embedding ends its own request only; other and later requests are not affected."""
     embedding = engine.loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     engine.add_request("ref", [5, 6, 7], GREEDY)
@@ -314,7 +314,7 @@ def test_a_step_without_rows_does_not_run_the_model(loaded: LoadedModel, monkeyp
     ("knobs", "message"),
     [
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4, less than max_num_seqs 64"),
-        ({"max_model_len": 1000}, "max_model_len is 1000, but the model was made for at most 256"),
+        ({"max_model_len": 1000}, "max_model_len is 1000, but the model allows at most 256 tokens"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"kv_cache_bytes": 10}, "less than one block"),
         ({"num_blocks": 4, "kv_cache_bytes": 10**6}, "both given"),
@@ -426,7 +426,7 @@ def test_llm_returns_outputs_in_the_order_of_the_prompts(
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_llm_runs_nothing_if_a_prompt_is_bad(loaded: LoadedModel) -> None:
+def test_llm_runs_nothing_if_a_prompt_is_invalid(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=16)
     for bad in ([[5] * 999, 3], [{"text": "x"}], [{"prompt_token_ids": [5] * 400}], [{"prompt_token_ids": []}]):
         with pytest.raises(ValueError, match=r"^prompt 1: "):
@@ -461,7 +461,8 @@ def test_llm_runs_nothing_if_interrupted_while_adding(loaded: LoadedModel, monke
 
 
 class Presses:
-    """Presses Ctrl-C a number of times during a model's next forward, and notes whether the forward completed."""
+    """Sends SIGINT, as Ctrl-C does, a number of times during a model's next forward pass, and records whether the pass
+    completed."""
 
     def __init__(self, model: Any, times: int = 1) -> None:
         self.times = times
@@ -488,7 +489,7 @@ class Presses:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_llm_after_the_step_and_a_second_one_at_once(loaded: LoadedModel, times: int) -> None:
+def test_ctrl_c_ends_llm_after_the_step_and_a_second_ctrl_c_now(loaded: LoadedModel, times: int) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4)
     handler = signal.getsignal(signal.SIGINT)
     with Presses(loaded.model, times) as presses, pytest.raises(KeyboardInterrupt):
@@ -520,7 +521,7 @@ def test_llm_runs_in_any_thread(loaded: LoadedModel) -> None:
     assert len(outputs[0].token_ids) == 8
 
 
-def test_importing_the_package_is_cheap() -> None:
+def test_importing_the_engine_package_loads_no_pytorch() -> None:
     code = "import sys, pointsman.engine; assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,11 +1,12 @@
 """The tokens of real models equal transformers' own `generate`, whatever the scheduler does to the requests.
 
 The reference is `generate` in float32 with eager attention, one request at a time. Every family in `FAMILIES` gets the
-same requests in one run that has everything in it: mixed steps of chunks and decodes, shared prefixes, and a pool so
-small that requests are preempted. The families in `THOROUGH` also run alone, with each of these by itself, and with
-static batching. Greedy tokens must be equal each time, with every attention backend.
+same requests in one run that combines mixed steps of chunks and decodes, shared prefixes, and a pool so small that
+requests are preempted. The requests of families in `THOROUGH` also run one at a time, with each of these conditions by
+itself, and with static batching. Greedy tokens must be equal in every run, with every attention backend.
 
-Controls at the end run an engine whose attention lacks a feature: had these tests no eye for it, they would pass.
+Controls at the end run an engine whose attention lacks a feature: its tokens must differ, so the tests detect a missing
+feature.
 """
 
 from __future__ import annotations
@@ -36,31 +37,34 @@ pytestmark = pytest.mark.e2e
 SHARED_PREFIX = 29
 SUFFIXES = (2, 8, 21)
 LONG = ((1, 9, 17, 30, 38, 41, 45, 24), 20)
-"""Prompt lengths and output tokens of the thorough families; three prompts with a shared prefix come on top."""
+"""Prompt lengths, and number of output tokens, for the thorough families; three prompts with a shared prefix are
+added."""
 SHORT = ((1, 17, 45), 12)
-"""And of the others."""
+"""Prompt lengths, and number of output tokens, for the other families."""
 LONGEST = 72
-"""Tokens for which a tight pool has blocks; the longest request has 65."""
+"""Number of tokens for which the pool of `TIGHT` has blocks; the longest request has 65 tokens."""
 TIGHT: dict[str, Any] = {
     "block_size": 4,
     "max_num_seqs": 10,
     "max_num_batched_tokens": 40,
     "full_sequence_must_fit": False,
 }
-"""For `Case.tight_engine`."""
+"""Knobs of `Case.tight_engine`."""
 EVERYTHING: dict[str, Any] = {**TIGHT, "max_num_seqs": 6, "max_num_batched_tokens": 14}
-"""The same with a budget that cuts nearly every prompt into chunks."""
+"""The knobs of `TIGHT` with a smaller token budget, which cuts nearly every prompt into chunks."""
 
 CLOSEST = 2e-5
-"""Logits of the two likeliest tokens are at least so far apart. Rounding makes errors of 5e-6."""
+"""Minimum difference between the logits of the two most likely tokens in the reference; rounding causes errors of
+5e-6."""
 
 BACKENDS = {"torch": "torch", "fast": "auto"}
-"""Plain PyTorch on the model's own layers, and the default: compiled attention and fused layers."""
+"""Test id -> attention backend: PyTorch with the model's own layers, and the default, compiled attention with fused
+layers."""
 
 
 @dataclass
 class Case:
-    """A model for each backend, and the reference outputs of transformers."""
+    """One model for each attention backend, and the reference outputs of transformers."""
 
     loaded: dict[str, LoadedModel]
     features: str
@@ -145,7 +149,7 @@ def assert_many_were_preempted(outputs: list[RequestOutput]) -> None:
 
 
 class Watched:
-    """A backend that notes which features its layers ask for."""
+    """A backend that records the attention features that layers request."""
 
     name = "watched"
 
@@ -167,7 +171,7 @@ class Watched:
     indirect=True,
 )
 def test_chunks_prefixes_and_preemptions_change_no_tokens(case: Case, backend: str) -> None:
-    """The short form runs every family with the default backend, and the thorough families with both."""
+    """In the short form, every family runs with the default backend, and the thorough families with both backends."""
     seen = Seen()
     watched = Watched(case.loaded[backend].attention)
     outputs = run(case.tight_engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)
@@ -255,8 +259,8 @@ def test_seeded_sampling_is_independent_of_other_requests(case: Case, backend: s
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "mimo-v2-flash"])
-def test_a_model_is_independent_of_earlier_random_numbers(name: str) -> None:
-    """Otherwise earlier tests would change the models of this one."""
+def test_a_test_models_weights_ignore_earlier_random_numbers(name: str) -> None:
+    """Otherwise random numbers drawn by earlier tests would change the weights of this test's models."""
     first = build(FAMILIES[name](), seed=1).state_dict()
     torch.randn(1)
     second = build(FAMILIES[name](), seed=1).state_dict()
@@ -275,7 +279,7 @@ class Without(Watched):
 
 
 NEUTRAL = {"scale": 1.0}
-"""What stands for a feature that is off, where it is not None."""
+"""Feature of attention -> the value that turns it off, if this is not None."""
 
 
 @pytest.mark.parametrize(

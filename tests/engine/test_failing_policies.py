@@ -31,7 +31,7 @@ def installed(tmp_path: Path) -> Iterator[None]:
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    """The outputs of requests that preempt each other, in more than 100 steps."""
+    """The outputs of requests that preempt each other and run for more than 100 steps."""
     for index in range(12):
         params = SamplingParams(temperature=0, max_tokens=40 + index, ignore_eos=True)
         engine.add_request(f"r{index}", [3 + (7 * index + 3 * j) % 150 for j in range(9 + index)], params)

@@ -47,7 +47,7 @@ def test_fairness_counts_costs_not_items() -> None:
     assert abs(served["a"] - served["b"]) <= 5
 
 
-def test_a_tenant_leaves_a_worker_to_other_tenants() -> None:
+def test_a_tenant_never_occupies_all_workers() -> None:
     queue = FairQueue[int](max_out=2)
     for item in range(5):
         queue.put("a", item)
@@ -212,7 +212,7 @@ def test_made_up_tenants_are_forgotten_while_a_worker_is_busy() -> None:
     assert len(queue._tenants) <= 2 * (_MAX_KEPT + 1) and len(queue._offers) < 200
 
 
-def test_take_does_not_look_at_every_tenant() -> None:
+def test_taking_an_item_does_not_visit_every_tenant() -> None:
     queue = FairQueue[int]()
     for item in range(20_000):
         queue.put(f"tenant {item}", item)
@@ -225,7 +225,7 @@ def test_take_does_not_look_at_every_tenant() -> None:
 
 
 def fill(capacity: SharedCapacity, tenant: str, amount: int = 1) -> int:
-    """Take until it is refused; return the number of successes."""
+    """Take an amount for a tenant again and again, until it is refused; return the number of successful calls."""
     for number in range(10_000):
         try:
             capacity.take(tenant, amount)
@@ -234,13 +234,13 @@ def fill(capacity: SharedCapacity, tenant: str, amount: int = 1) -> int:
     raise AssertionError("it is never full")
 
 
-def test_one_tenant_alone_leaves_a_quarter_free() -> None:
+def test_a_tenant_alone_holds_three_quarters_of_the_capacity() -> None:
     capacity = SharedCapacity(1000)
     assert fill(capacity, "a") == 1000 * SHARE // (SHARE + 1)
     assert fill(capacity, "b") > 150 and fill(capacity, "c") > 40
 
 
-def test_an_item_in_parts_fits_like_a_whole_item() -> None:
+def test_an_item_in_parts_may_hold_as_much_as_a_whole_item() -> None:
     capacity = SharedCapacity(100)
     for own in range(0, 100, 10):
         capacity.take("a", 10, own)
@@ -249,12 +249,12 @@ def test_an_item_in_parts_fits_like_a_whole_item() -> None:
     assert capacity.held == {"a": 100}
 
 
-def test_the_only_tenant_may_hold_everything() -> None:
+def test_a_tenant_holds_the_whole_capacity_if_it_is_not_shared() -> None:
     capacity = SharedCapacity(1000, is_shared=False)
     assert fill(capacity, "") == 1000
 
 
-def test_the_error_has_the_tenants_own_figures() -> None:
+def test_the_capacity_error_has_the_tenants_own_amounts() -> None:
     capacity = SharedCapacity(100)
     fill(capacity, "a")
     with pytest.raises(CapacityError) as caught:

@@ -40,7 +40,7 @@ def test_freed_pages_are_reused() -> None:
     assert told == "True" and faults < NUM_PAGES / 4
 
 
-def test_the_users_own_settings_are_kept() -> None:
+def test_the_users_own_memory_settings_are_kept() -> None:
     told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
     assert told == "False" and faults > 8, "every piece is mapped again"
 
@@ -50,7 +50,7 @@ def test_idle_engines_return_freed_pages() -> None:
     code = """
 import sys
 import torch
-from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.machine import return_freed_pages, keep_freed_pages
 from pathlib import Path
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -59,7 +59,7 @@ large = [torch.ones(4 << 20) for _ in range(8)]
 small = torch.ones(1 << 12)
 del large
 before = resident()
-give_back_freed_pages()
+return_freed_pages()
 print(before - resident() >> 20)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -92,7 +92,7 @@ def test_the_wait_policy_of_threads_is_set_once(
 
 @pytest.fixture
 def uncounted() -> Iterator[None]:
-    """Count GPUs again, here and afterwards."""
+    """Clear the cached list of GPUs before and after the test."""
     visible_gpus.cache_clear()
     yield
     visible_gpus.cache_clear()

@@ -17,10 +17,10 @@ from pointsman.engine.memory import (
     CudaMemory,
     DeviceBudget,
     device_memory,
+    explain_out_of_memory,
     is_out_of_memory,
     kv_budget,
     measure_peak,
-    naming_out_of_memory,
     use_device,
 )
 from pointsman.engine.model.loaded import LoadedModel
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class Memory:
-    """A device of 1 GiB; other processes have 100 MiB."""
+    """Fake memory of a device of 1 GiB, of which other processes use 100 MiB."""
 
     total: int = GIB
     others: int = 100 * MIB
@@ -78,7 +78,7 @@ def test_kv_pool_gets_the_memory_share_minus_peak_activations(
     assert DeviceBudget(total, others, peak, utilization).kv_bytes == budget
 
 
-def test_measured_peak_covers_the_run_and_nothing_before() -> None:
+def test_measured_peak_memory_covers_the_run_and_nothing_before() -> None:
     memory = Memory()
     assert measure_peak(lambda: memory.calls.append("run"), memory) == 50 * MIB
     assert memory.calls == ["release_unused", "reset_peak", "run", "release_unused"]
@@ -133,7 +133,7 @@ def tokens_of(engine: Engine) -> list[int]:
     ("given", "share", "graphs"),
     [({}, 0.9, 0), ({"gpu_memory_utilization": 0.2}, 0.2, 0), ({"enforce_eager": False}, 0.9, int(0.02 * GIB))],
 )
-def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
+def test_the_kv_pool_gets_the_memory_that_a_measured_step_leaves(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, given: dict[str, float], share: float, graphs: int
 ) -> None:
     memory = Memory()
@@ -148,7 +148,7 @@ def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
 
 
 @pytest.mark.parametrize(("size", "num_blocks"), [({"num_blocks": 7}, 7), ({"kv_cache_bytes": 9 * MIB}, None)])
-def test_with_a_given_pool_size_nothing_is_measured(
+def test_no_step_is_measured_if_the_pool_size_is_given(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, size: dict[str, int], num_blocks: int | None
 ) -> None:
     memory = Memory()
@@ -191,17 +191,17 @@ FULL = torch.OutOfMemoryError(
 )
 
 
-def test_out_of_memory_is_found_behind_other_errors() -> None:
+def test_out_of_memory_is_found_among_the_causes_of_an_error() -> None:
     step = EngineStepError("step 1 failed")
     step.__cause__ = FULL
     assert is_out_of_memory(FULL) and is_out_of_memory(step)
     assert not is_out_of_memory(EngineStepError("step 1 failed")) and not is_out_of_memory(
         RuntimeError("out of memory")
     )
-    with pytest.raises(ModelLoadError) as caught, naming_out_of_memory("loading", "lower it", ModelLoadError):
+    with pytest.raises(ModelLoadError) as caught, explain_out_of_memory("loading", "lower it", ModelLoadError):
         raise step from FULL
     assert str(caught.value) == "loading needs more memory than the device has free (step 1 failed); lower it"
-    with pytest.raises(KeyError), naming_out_of_memory("loading", "lower it"):
+    with pytest.raises(KeyError), explain_out_of_memory("loading", "lower it"):
         raise KeyError("another")
 
 

@@ -41,7 +41,7 @@ def make_async(loaded: LoadedModel) -> Iterator[Callable[..., AsyncEngine]]:
 
 
 def tokens_of(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
-    """Run to the end; return tokens and finish reason of every request, by id."""
+    """Run until all requests have finished; return request id -> tokens and finish reason."""
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {one.request_id: (one.token_ids, one.finish_reason) for one in engine.step() if one.finished}
@@ -256,7 +256,7 @@ def test_deadlines_and_aborts_end_requests_of_a_paused_engine(make_async: Callab
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_paused_engine_can_be_shut_down(make_async: Callable[..., AsyncEngine], drain: bool) -> None:
-    """Paused requests would never finish by themselves, so draining does not wait for them."""
+    """Requests of a paused engine cannot finish, so a shutdown does not wait for them."""
 
     async def test() -> None:
         engine = make_async()

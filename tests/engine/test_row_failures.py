@@ -30,7 +30,7 @@ from tests.engine.text_tokenizers import byte_tokenizer
 from tests.engine.tiny_models import FAMILIES, build
 
 MARK = 0.123
-"""A temperature that only the bad request has."""
+"""A temperature that marks the bad request, because no other request has it."""
 GOOD = {
     "random": SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True),
     "edited": SamplingParams(
@@ -56,7 +56,7 @@ def engine_of(loaded: LoadedModel, max_steps_in_flight: int = 1) -> Engine:
 
 
 def run(engine: Engine, bad: SamplingParams | None) -> dict[str, RequestOutput]:
-    """The good requests, and a bad one among them."""
+    """Run the requests that must succeed, and among them a request with the parameters `bad`; None: without it."""
     for name, params in GOOD.items():
         engine.add_request(name, [4, 5, 6, *name.encode()[:3]], params)
         if bad is not None and name == "edited":
@@ -180,7 +180,9 @@ def test_a_text_exception_ends_only_its_request(
     }
 
 
-def test_a_request_that_the_outputs_refuse_is_not_kept(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_output_processor_refuses_is_not_kept(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(loaded)
     engine.add_request("good", [4, 5, 6], GOOD["random"])
     with monkeypatch.context() as broken:
@@ -198,7 +200,7 @@ CHOICE = StructuredOutputsParams(choice=["abab", "baba"])
 
 
 class Breaking(sampler.RequestGrammar):
-    """The grammar of the bad request raises, in the method that `where` names."""
+    """A grammar that raises for the bad request, in the method that `where` names."""
 
     where = ""
     __slots__ = ("_is_bad",)

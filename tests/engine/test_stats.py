@@ -81,11 +81,11 @@ def test_stats_line_has_the_rates_between_two_readings(engine: Engine) -> None:
     assert "75.0%, External prefix cache hit rate: 25.0%, Preemptions: 2" in stats_line(before, outside)
     later = replace(after, time=108.0)
     assert "hit rate: n/a, Preemptions: 0, Scheduler: n/a, Prefix cache saved: 0" in stats_line(after, later)
-    with pytest.raises(ValueError, match="seconds apart"):
+    with pytest.raises(ValueError, match="give the earlier reading first"):
         stats_line(later, later)
 
 
-def test_a_logged_line_reports_the_work_of_the_interval(
+def test_a_stats_line_reports_the_work_of_its_interval(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
@@ -110,19 +110,19 @@ def test_a_logged_line_reports_the_work_of_the_interval(
     assert saved == stats.prefix_hits > 0
 
 
-def test_an_idle_engine_is_silent_after_one_last_line(
+def test_an_idle_engine_logs_no_more_than_one_last_stats_line(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
-    assert log.wait() is None, "without activity no line is due"
+    assert log.seconds_to_next_line() is None, "without activity no line is due"
     clock.now += 50.0
     assert not log.tick()
     engine.add_request("a", [5] * 8, SIXTEEN)
     steps(engine)
     clock.now += 4.0
-    assert log.wait() == pytest.approx(6.0)
+    assert log.seconds_to_next_line() == pytest.approx(6.0)
     clock.now += 6.0
-    assert log.wait() == 0.0 and log.tick() and log.wait() is None
+    assert log.seconds_to_next_line() == 0.0 and log.tick() and log.seconds_to_next_line() is None
     for _ in range(5):
         clock.now += 1000.0
         assert not log.tick()
@@ -143,7 +143,9 @@ def test_waiting_requests_are_reported_even_without_steps(
     assert log.tick() and number_in(told[0], "Waiting") == 1
 
 
-def test_flush_logs_a_line_before_it_is_due(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
+def test_flush_logs_a_stats_line_before_it_is_due(
+    engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
+) -> None:
     told, log = lines
     engine.add_request("a", [5] * 8, SIXTEEN)
     steps(engine)
@@ -153,7 +155,9 @@ def test_flush_logs_a_line_before_it_is_due(engine: Engine, clock: Clock, lines:
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.9, 0), (1.1, 1)])
-def test_a_run_ends_with_a_line_unless_it_was_short(engine: Engine, clock: Clock, lines: int, seconds: float) -> None:
+def test_finish_logs_a_stats_line_unless_the_run_was_short(
+    engine: Engine, clock: Clock, lines: int, seconds: float
+) -> None:
     told: list[str] = []
     log = StatsLogger(engine, 10.0, clock=clock, emit=told.append)
     engine.add_request("a", [5] * 8, SIXTEEN)
@@ -162,7 +166,7 @@ def test_a_run_ends_with_a_line_unless_it_was_short(engine: Engine, clock: Clock
     assert log.finish() == bool(lines) and len(told) == lines
 
 
-def test_llm_reports_a_run_shorter_than_the_interval(
+def test_llm_logs_statistics_of_a_run_shorter_than_the_interval(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(wrap_model(build(FAMILIES["qwen3"](), seed=1)), num_blocks=64, block_size=4, log_stats_interval=1000.0)

@@ -45,7 +45,8 @@ def make(loaded: LoadedModel, steps: int = 2, **knobs: Any) -> Engine:
 
 
 def add_mixture(engine: Engine, *, structured: bool = True) -> None:
-    """Requests with every feature of sampling, text and structure (whose grammars take a process of their own)."""
+    """Add requests with every feature of sampling, text and structured output. Structured output needs the process that
+    compiles grammars."""
     for i, feature in enumerate([*FEATURES, *TEXTS]):
         if not structured and "structured_outputs" in feature:
             continue
@@ -56,7 +57,7 @@ def add_mixture(engine: Engine, *, structured: bool = True) -> None:
 
 
 def story(output: RequestOutput) -> tuple[Any, ...]:
-    """The final state of a request, as its caller sees it."""
+    """The fields of a request's last output that its caller reads."""
     completion = output.outputs[0]
     logprobs = [
         {token: (round(entry.logprob, 3), entry.decoded_token) for token, entry in place.items()}
@@ -76,7 +77,8 @@ def expected(loaded: LoadedModel) -> dict[str, tuple[Any, ...]]:
 def test_outputs_equal_those_with_one_step_in_flight(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], steps: int, num_blocks: int
 ) -> None:
-    """Sampled and greedy, edited, stopped by text and tokens, structured, with log probabilities; with preemptions."""
+    """The requests are greedy, sampled, with edited logits, stop strings, stop tokens, structured output or log
+    probabilities; some are preempted."""
     engine = make(loaded, steps, num_blocks=num_blocks, full_sequence_must_fit=False)
     add_mixture(engine)
     done = drain(engine)
@@ -116,7 +118,7 @@ def test_aborts_at_any_time_do_not_affect_other_requests(
 def test_a_failed_step_voids_all_later_steps(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], when: str
 ) -> None:
-    """It fails before the update of the step before it, and after that update and the scheduling of others."""
+    """A step fails before the previous step was updated, or after that update, when later steps were scheduled."""
     engine = make(loaded, 3)
     add_mixture(engine, structured=False)
     calls, run, outputs = iter(range(10**6)), engine.runner.run, {}
@@ -148,7 +150,7 @@ def test_a_failed_step_voids_all_later_steps(
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the engine's actions in order."""
+    """Record the beginning and the end of the engine's `schedule`, `prepare`, `run` and `update` calls, in order."""
     events: list[str] = []
 
     def wrap(owner: Any, name: str) -> None:
@@ -189,10 +191,10 @@ def test_update_and_schedule_run_while_the_model_computes(loaded: LoadedModel, m
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_part_of_a_step_may_be_postponed(
+def test_postponing_any_part_of_a_step_changes_no_outputs(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Attention takes long enough for some of the parts, or for none."""
+    """Attention takes long enough for some parts of other steps, or for no part."""
     choose, do_meanwhile = random.Random(seed), PagedBatch.do_meanwhile
 
     def some(batch: PagedBatch, _: Any) -> None:
@@ -207,7 +209,8 @@ def test_any_part_of_a_step_may_be_postponed(
 
 
 def test_a_step_that_never_waits_schedules_no_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that were not done while the model computed are done as with one step in flight."""
+    """If no part of another step fits into the model's computation, all parts run in order, as with one step in
+    flight."""
     engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
     events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
@@ -219,7 +222,7 @@ def test_a_step_that_never_waits_schedules_no_step_ahead(monkeypatch: pytest.Mon
 def test_outputs_are_delivered_before_the_current_step_ends(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listener gets a token while the model computes the next one."""
+    """A listener gets a token while the model computes the next token."""
     engine = make(loaded)
     events, seen = watch(engine, monkeypatch), []
     engine.on_output = lambda output: seen.append((len(output.token_ids), events[-1]))
@@ -229,8 +232,9 @@ def test_outputs_are_delivered_before_the_current_step_ends(
     assert {event for _, event in seen} == {"update ends"}
 
 
-def test_no_useless_step_is_scheduled(loaded: LoadedModel) -> None:
-    """No step after the last token of the last request, or after a token that a grammar must accept first."""
+def test_no_step_is_scheduled_that_cannot_sample_a_token(loaded: LoadedModel) -> None:
+    """No step is scheduled after the last token of the last request, or before a grammar has accepted the previous
+    token."""
     for params in (GREEDY, SamplingParams(**TEXTS[3], max_tokens=12)):
         counts = []
         for steps in (1, 3):
@@ -264,7 +268,7 @@ def test_tokens_in_flight_after_a_stop_string_are_dropped_and_not_billed(loaded:
 
 @pytest.mark.parametrize("where", ["run", "prepare", "schedule", "update"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_exception_anywhere_leaves_the_engine_usable(
+def test_an_exception_in_any_part_of_a_step_leaves_engines_usable(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:
     engine = make(loaded, num_threads=2)
@@ -289,7 +293,7 @@ def test_an_exception_anywhere_leaves_the_engine_usable(
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_a_finish_is_returned_although_the_next_step_failed(
+def test_a_last_output_is_returned_although_the_next_step_failed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(loaded)
@@ -322,8 +326,9 @@ def drain_one(engine: Engine, prompt: list[int], params: SamplingParams) -> Requ
     return drain(engine)["one"]
 
 
-def test_a_call_interrupted_between_two_steps_is_repaired(loaded: LoadedModel) -> None:
-    """An interrupt arrives after the decision, while another one is handled."""
+def test_a_step_is_voided_if_an_interrupt_follows_its_scheduling(loaded: LoadedModel) -> None:
+    """An interrupt arrives after `schedule` decided a step and before the step loop recorded it, while another
+    interrupt is handled."""
     engine = make(loaded, 3)
     engine.add_request("ref", [3, 4], GREEDY)
     tokens = drain(engine)["ref"].token_ids
@@ -351,7 +356,7 @@ def test_an_interrupted_llm_leaves_no_step_in_flight(loaded: LoadedModel, monkey
     assert llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids == expected
 
 
-def test_a_dropped_or_closed_engine_leaks_nothing(loaded: LoadedModel) -> None:
+def test_a_deleted_or_closed_engine_leaves_no_step_in_flight(loaded: LoadedModel) -> None:
     engine = make(loaded)
     for name in "ab":
         engine.add_request(name, [3, 4], GREEDY)
@@ -393,7 +398,7 @@ def test_a_recording_with_steps_in_flight_replays(loaded: LoadedModel) -> None:
 
 
 def test_the_token_of_a_failed_row_affects_no_other_request(loaded: LoadedModel) -> None:
-    """A later step of the row is in flight, and its input is not a real token."""
+    """When the row fails, its next step is already in flight with an input that is not a real token."""
     embedding = loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     engine = make(loaded)
@@ -410,7 +415,7 @@ def test_the_token_of_a_failed_row_affects_no_other_request(loaded: LoadedModel)
     assert done["good"].token_ids == tokens
 
 
-def test_deadlines_hold_with_steps_in_flight(loaded: LoadedModel) -> None:
+def test_deadlines_end_requests_with_steps_in_flight(loaded: LoadedModel) -> None:
     now = [0.0]
     engine = make(loaded, 3, clock=lambda: now[0])
     engine.add_request("late", [3, 4], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), deadline=5.0)

@@ -72,7 +72,7 @@ def test_without_a_control_group_the_cpu_quota_is_infinite(tmp_path: Path) -> No
 
 
 def test_released_openmp_threads_start_again_on_demand() -> None:
-    """OpenMP's helpers of the calling thread end, and the thread computes as before."""
+    """OpenMP's helper threads of the calling thread end, and new ones start when the thread computes again."""
     if threads.openmp_library() is None:
         pytest.skip("PyTorch does not compute with GNU's OpenMP here")
     torch.set_num_threads(4)

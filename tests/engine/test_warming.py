@@ -57,7 +57,7 @@ def outputs(engine: Engine) -> dict[str, Any]:
 
 
 def decisions(recording: io.StringIO) -> str:
-    """A recording without the times of steps."""
+    """The lines of a recording without measured times, so that two recordings can be compared."""
     return re.sub(r'"step_time":[^,]*,', "", recording.getvalue())
 
 
@@ -80,15 +80,17 @@ KNOBS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the search for drafts independent of measured times: every step is searched, and step costs are not
-    observed."""
+    """Make the search for drafts independent of measured times: drafts are searched in every step, and the costs of
+    steps are not observed."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
     monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
 
 
 @pytest.mark.usefixtures("drafts_ignore_times")
 @pytest.mark.parametrize("knobs", short_of(KNOBS, KNOBS[1::3]), ids=str)
-def test_warm_up_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
+def test_warm_up_leaves_no_trace_in_the_engine(
+    loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture
+) -> None:
     recorded, untouched = io.StringIO(), io.StringIO()
     engine = make(loaded, recorder=Recorder(recorded), log_request_events=True, clock=lambda: 1.0, **knobs)
     new = make(loaded, recorder=Recorder(untouched), log_request_events=True, clock=lambda: 1.0, **knobs)
@@ -151,7 +153,7 @@ def test_a_model_without_a_tokenizer_is_warmed_up(caplog: LogCaptureFixture) -> 
     assert warnings(caplog) == [] and engine.grammars.pid is None
 
 
-def test_a_model_that_fails_is_an_error(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_raises_if_the_model_fails(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(loaded)
     with monkeypatch.context() as patch:
         patch.setattr("pointsman.engine.model.forward.run_model", fail)

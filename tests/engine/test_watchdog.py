@@ -67,7 +67,7 @@ def test_the_watchdog_checks_four_times_per_period(monkeypatch: pytest.MonkeyPat
     assert asked == [0.5, 2.5, 4.5, 6.5, 8.5]
 
 
-def test_many_stalls_make_a_bounded_number_of_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_stalls_write_a_bounded_number_of_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(1.0)
     for index in range(MAX_LINES + 5):
         watched.host.add(f"r{index}", 1)

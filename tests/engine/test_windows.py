@@ -36,7 +36,8 @@ TIGHT = 56
 
 @cache
 def gemma(num_windows: int = 2, window: int = WINDOW, max_model_len: int = 256, attention: str = "auto") -> LoadedModel:
-    """Gemma 3 with some windows to one layer of full attention: so many groups, and one more, of a layer."""
+    """Gemma 3 with `num_windows` layers with a window for each layer of full attention; its KV has `num_windows` + 1
+    groups of one layer."""
     layers = {
         "num_hidden_layers": num_windows + 1,
         "layer_types": ["sliding_attention"] * num_windows + ["full_attention"],
@@ -48,14 +49,15 @@ def gemma(num_windows: int = 2, window: int = WINDOW, max_model_len: int = 256, 
 
 
 def prompts() -> list[list[int]]:
-    """Prompts of many lengths; the last ones continue earlier ones whose beginning is outside the window."""
+    """Prompts of many lengths. The last prompts continue earlier prompts, whose beginnings are outside the window."""
     draw = np.random.default_rng(2)
     some = [draw.integers(3, VOCAB_SIZE, count).tolist() for count in (70, 5, 33, 21, 48)]
     return [*some, some[0] + some[1], some[0][:41] + some[2], [*some[4][:30], 7]]
 
 
 def tokens_of(engine: Engine, after: Callable[[], object] = lambda: None) -> list[list[int]]:
-    """Run the prompts, the last three after the others. `after` is called after each step."""
+    """Run the prompts, the last three after the others; return the tokens of each. `after` is called after each
+    step."""
     found: dict[str, list[int]] = {}
     for first, last in ((0, 5), (5, 8)):
         for index in range(first, last):
@@ -73,7 +75,7 @@ def tokens_of(engine: Engine, after: Callable[[], object] = lambda: None) -> lis
 
 @cache
 def expected() -> list[list[int]]:
-    """Tokens without groups."""
+    """The tokens of Gemma 3 for the prompts, in an engine without KV groups."""
     engine = Engine(gemma(), disable_hybrid_kv_cache_manager=True, **KNOBS)
     assert not engine.scheduler.config.kv_groups
     return tokens_of(engine)
@@ -106,11 +108,9 @@ def test_tokens_are_equal_with_and_without_kv_groups(knobs: dict[str, Any]) -> N
 
 
 class Checked:
-    """A backend that compares, before each layer attends, all keys in its reach with those of the same tokens.
-
-    Keys are known by layer and by the tokens up to theirs, from when they were written first. Blocks that no request
-    holds and no lookup can find hold NaN.
-    """
+    """A backend that checks, before each layer attends, that all keys that the layer reads are those of the right
+    tokens. The expected keys are recorded when they are first written, by layer and by the tokens of the sequence up to
+    the key's token. Blocks that no request holds and no cache lookup can find are filled with NaN."""
 
     def __init__(self, loaded: LoadedModel, engine_of: Callable[[], Engine], further: int = 0) -> None:
         self.backend, self.engine_of = loaded.attention, engine_of
@@ -157,7 +157,7 @@ class Checked:
 
 @pytest.mark.parametrize("num_blocks", [200, TIGHT])
 def test_a_layer_reads_the_keys_written_for_the_same_tokens(num_blocks: int) -> None:
-    """Also if steps fail during a forward pass, and are computed again."""
+    """The keys are right even if steps fail during a forward pass and are computed again."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0])
     draw = np.random.default_rng(num_blocks)
@@ -168,8 +168,8 @@ def test_a_layer_reads_the_keys_written_for_the_same_tokens(num_blocks: int) -> 
     assert (engines[0].scheduler.stats().num_preemptions > 0) == (num_blocks < 100)
 
 
-def test_reading_another_block_is_detected() -> None:
-    """The control of the previous test."""
+def test_the_check_of_keys_detects_a_read_of_another_block() -> None:
+    """The check of the previous test finds an error if a layer reads another block."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0], further=SIZE)
     engines.append(Engine(gemma(), attention=checked, **{**KNOBS, "enable_prefix_caching": False}))
@@ -216,7 +216,8 @@ def test_blocks_outside_a_window_are_freed_within_a_step(steps_in_flight: int) -
 
 
 def test_kv_groups_let_more_requests_run() -> None:
-    """With five windows per layer of full attention, in the memory of 8 requests of full length without groups."""
+    """Each layer of full attention has five layers with windows. The pool has the memory that 8 requests of full length
+    need without groups."""
     window, length, size = (512, 4096, 32) if is_long() else (32, 256, 4)
     running: dict[bool, int] = {}
     for disable in (True, False):
@@ -268,7 +269,7 @@ def gpt_oss() -> LoadedModel:
 
 @cache
 def expected_of(make: Callable[[], LoadedModel]) -> list[list[int]]:
-    """Tokens without groups."""
+    """The tokens of the model that `make` returns for the prompts, in an engine without KV groups."""
     return tokens_of(Engine(make(), disable_hybrid_kv_cache_manager=True, **KNOBS))
 
 
@@ -289,7 +290,7 @@ def test_evicted_blocks_of_every_group_come_back_from_host_memory(make: Callable
 
 @MODELS
 def test_preempted_requests_swap_the_blocks_of_every_group(make: Callable[[], LoadedModel]) -> None:
-    """Most KV that would be recomputed is copied back from host memory."""
+    """After preemptions, most KV is copied back from host memory instead of being recomputed."""
 
     def run(**knobs: Any) -> tuple[dict[str, list[int]], Engine]:
         engine, draw = Engine(make(), **{**KNOBS, "num_blocks": 64, **knobs}), np.random.default_rng(5)
@@ -317,7 +318,7 @@ def test_preempted_requests_swap_the_blocks_of_every_group(make: Callable[[], Lo
 
 @MODELS
 def test_the_kv_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
-    """An engine reads the KV of another: exactly the blocks to which the next token attends."""
+    """An engine reads the KV that another engine has stored: exactly the blocks to which the next token attends."""
     first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
     assert len(first.scheduler.config.kv_groups) > 1
     assert tokens_of(first) == expected_of(make)
@@ -369,7 +370,7 @@ def test_retention_with_kv_groups_changes_no_tokens(make: Callable[[], LoadedMod
 
 
 def test_events_report_the_blocks_of_every_group() -> None:
-    """Blocks stored and not removed equal the cached blocks, in each group."""
+    """In each group, the blocks that events report as stored and not as removed are the cached blocks."""
     engine = Engine(gemma(), kv_events_config={"endpoint": "inproc://windows"}, **{**KNOBS, "num_blocks": TIGHT})
     stored: set[tuple[int, bytes]] = set()
     kept: list[Any] = []

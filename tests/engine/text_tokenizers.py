@@ -19,14 +19,15 @@ HARD_TEXTS = ("é", "€", "日本", "\U0001f40d", "e\u0301", "\u200d")
 
 
 def _finished(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
-    """With special tokens, which texts leave out, and added ones, which they keep; one has a character of two bytes."""
+    """The tokenizer with special tokens, which texts leave out, and added tokens, which texts keep; one of these has a
+    character of two bytes."""
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.add_tokens([AddedToken("éx"), AddedToken("<tool>")])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **options)
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """Every byte, and tokens that end inside a character or begin inside one."""
+    """A byte-level tokenizer with every byte, and with tokens that end or begin inside a character."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for token in ("Ġthe", "Ã©", "âĤ", "ĠÃ", "the", "ab", "aÃ", "©b"):
         vocab[token] = len(vocab)
@@ -37,7 +38,8 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def metaspace(prepend_scheme: str = "always") -> PreTrainedTokenizerFast:
-    """The first token of a text loses its space; one token is nothing but a space, one nothing at all."""
+    """A Metaspace tokenizer, whose decoder strips the space of a text's first token; one token is a single space, one
+    is empty."""
     pieces = ["▁", "▁a", "b", "▁the", "é", "日", "▁▁", "\U0001f40d", ".", "▁'", "'", "s", ""]
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -1.0) for piece in pieces)], 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
@@ -46,7 +48,8 @@ def metaspace(prepend_scheme: str = "always") -> PreTrainedTokenizerFast:
 
 
 def wordpiece(*, cleanup: bool, clean_up_tokenization_spaces: bool) -> PreTrainedTokenizerFast:
-    """Contractions and punctuation, which either the decoder or transformers joins."""
+    """A WordPiece tokenizer with contractions and punctuation, whose spaces either the decoder or transformers
+    removes."""
     pieces = "a ##b the ##é ' s n ##' ##t n't 's 've t . , 日 ##本 do not ve re m ? !"
     vocab = {piece: i for i, piece in enumerate(["[UNK]", *pieces.split()])}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -55,7 +58,8 @@ def wordpiece(*, cleanup: bool, clean_up_tokenization_spaces: bool) -> PreTraine
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama 2's decoder: byte tokens for characters outside the vocabulary, and one leading space is stripped."""
+    """A tokenizer with Llama 2's decoder: byte tokens for characters outside the vocabulary; one space at the beginning
+    is stripped."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for piece in ("▁", "▁a", "b", "▁the", "é", "日", "▁▁", ".", ""):
         vocab[piece] = len(vocab)
@@ -71,7 +75,8 @@ HARD_TEXT = "The naïve 😀x  fiancé,\n\n日本語のtext e\u0301 👩\u200d�
 
 
 def sentencepiece(*, falls_back: bool) -> PreTrainedTokenizerFast:
-    """Llama 2's decoder over the characters of `HARD_TEXT`, or of those in ASCII with bytes for the others."""
+    """A tokenizer with Llama 2's decoder and the characters of `HARD_TEXT`, or only its ASCII characters and byte
+    tokens for the others."""
     characters = sorted({"▁" if one == " " else one for one in HARD_TEXT})
     vocab = {"<unk>": 0}
     for piece in characters:
@@ -93,7 +98,7 @@ def sentencepiece(*, falls_back: bool) -> PreTrainedTokenizerFast:
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    """As T5 decodes, over the characters of `HARD_TEXT`."""
+    """A tokenizer with T5's decoder and the characters of `HARD_TEXT`."""
     pieces = sorted({"▁" if one == " " else one for one in HARD_TEXT})
     scored = [("<unk>", 0.0), *((piece, -3.0) for piece in pieces), ("▁The", -1.0), ("▁te", -1.0), ("xt", -1.0)]
     tokenizer = Tokenizer(models.Unigram(scored, 0))
@@ -103,7 +108,8 @@ def unigram() -> PreTrainedTokenizerFast:
 
 
 def hard_wordpiece() -> PreTrainedTokenizerFast:
-    """The characters of `HARD_TEXT` as beginnings of words and inside them; white space is lost."""
+    """A WordPiece tokenizer with the characters of `HARD_TEXT`, each at the beginning of words and inside them; it
+    loses white space."""
     pieces = sorted(set("".join(HARD_TEXT.split())))
     vocab = {"[UNK]": 0}
     for piece in [*pieces, *(f"##{piece}" for piece in pieces), "The", "##xt"]:
@@ -115,7 +121,8 @@ def hard_wordpiece() -> PreTrainedTokenizerFast:
 
 
 def bpe_with_suffix() -> PreTrainedTokenizerFast:
-    """A word's last token is marked, and becomes a space unless the text ends there."""
+    """A BPE tokenizer in which a word's last token has a mark, which the decoder replaces by a space, except at the end
+    of the text."""
     vocab = {piece: i for i, piece in enumerate(["a", "b</w>", "the</w>", "é", "é</w>"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.BPEDecoder()
@@ -123,15 +130,16 @@ def bpe_with_suffix() -> PreTrainedTokenizerFast:
 
 
 def words_without_decoder() -> PreTrainedTokenizerFast:
-    """Tokens are joined by spaces."""
+    """A tokenizer without a decoder: tokens are joined by spaces."""
     return _finished(Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")))
 
 
 class ReplacingByT5Tokenizer(ByT5Tokenizer):
-    """Like most tokenizers written in Python: invalid bytes become replacement characters, not nothing."""
+    """A ByT5 tokenizer that decodes invalid bytes to replacement characters, as most tokenizers written in Python do,
+    instead of leaving them out."""
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Tokens of one character are bytes, the others stand for themselves."""
+        """Decode tokens: tokens of one character are bytes, other tokens are plain text."""
         parts = [bytes([ord(token)]) if len(token) == 1 else token.encode() for token in tokens]
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -157,7 +165,7 @@ HARD_KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "unigram": unigram,
     "wordpiece": hard_wordpiece,
 }
-"""Tokenizers that encode `HARD_TEXT` without a loss; for WordPiece, of anything but white space."""
+"""Tokenizers that encode `HARD_TEXT` without a loss, except that WordPiece loses white space."""
 
 
 def byte_token(kind: str, tokenizer: Any, byte: int) -> int | None:
@@ -175,7 +183,8 @@ def _gpt2_character(byte: int) -> str:
 
 
 def random_tokens(kind: str, tokenizer: Any, rng: random.Random, most: int = 12) -> list[int]:
-    """Random tokens: ids that the vocabulary lacks, specials, stray bytes, and characters in bytes, whole or not."""
+    """Random tokens: ids that the vocabulary lacks, special tokens, single bytes, and the bytes of complete and
+    incomplete characters."""
     size = len(tokenizer) + (0 if kind.startswith("python") else 2)
     pieces_from = 257 if kind == "byte-fallback" else 0  # half of the tokens; otherwise bytes would dominate
     token_ids = [rng.randrange(rng.choice([0, pieces_from]), size) for _ in range(rng.randrange(most + 1))]
@@ -188,7 +197,8 @@ def random_tokens(kind: str, tokenizer: Any, rng: random.Random, most: int = 12)
 
 
 def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """One token per byte, so that characters beyond ASCII take several; a small vocabulary lacks some bytes."""
+    """A tokenizer with one token per byte, so that characters outside ASCII have several tokens; a small vocabulary
+    lacks some bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c != "\u0120", c))  # the space comes first
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{c: i + 3 for i, c in enumerate(alphabet[: vocab_size - 3])}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

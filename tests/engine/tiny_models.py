@@ -1,13 +1,14 @@
 """Tiny models with random weights: every family's real code, in milliseconds.
 
-`FAMILIES` are the configurations that are promised to be exact, `REFUSED` those that are turned away, each with words
-from its error. The tests are parametrised with these two, and the table in docs/models.md is made from them.
+`FAMILIES` are the configurations whose tokens must equal transformers'. `REFUSED` are the configurations that must be
+refused, each with words from its error. The tests are parametrised with these two, and the tables in docs/models.md are
+made from them.
 
 Weights are drawn wide (standard deviation 0.15) and norms, biases and sinks are perturbed, so that attention is far
 from uniform and every feature of a family (a window, a softcap, a bias) changes the outcome. Greedy output must be
 varied to test anything, so output embeddings are untied (a tied, random model repeats its last token), and embeddings
-are scaled down where they would drown what the layers add. Windows and the original lengths of rotary embeddings are
-shorter than the sequences that the tests run.
+are scaled down where they would be much larger than the layers' outputs. Windows and the original lengths of rotary
+embeddings are shorter than the sequences that the tests run.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ EMBEDDING_SCALE = {
     "gpt2": 2.0,
     "gpt_bigcode": 2.0,
 }
-"""By model type: what random input embeddings are multiplied with."""
+"""Model type -> factor of the random input embeddings."""
 
 
 def longrope(original: int) -> dict[str, Any]:
@@ -92,17 +93,17 @@ SCALED_BY_POSITION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One configuration: a call makes it."""
+    """One configuration of a model; a call returns the transformers configuration."""
 
     model_type: str
     features: str
-    """The special features of its attention, for the table; "": plain rotary attention."""
+    """The special features of the family's attention, for the table in docs/models.md; "": plain rotary attention."""
     options: dict[str, Any] = field(default_factory=dict)
-    """On top of `COMMON`."""
+    """Options of the configuration in addition to `COMMON`."""
     max_model_len: int | None = None
     """The maximum length passed to `wrap_model`; only "longrope" depends on it."""
     min_prompt: int = 1
-    """Shortest prompt for which it is exact."""
+    """Length of the shortest prompt for which the engine's tokens equal transformers'."""
 
     def __call__(self) -> Any:
         config = AutoConfig.for_model(self.model_type)
@@ -117,9 +118,9 @@ class Refusal:
 
     family: Family
     error: str
-    """Words of the error."""
+    """Words that the error must contain."""
     reason: str
-    """For the table."""
+    """Reason of the refusal, for the table in docs/models.md."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -229,36 +230,36 @@ FAMILIES: dict[str, Family] = {
 }
 
 THOROUGH = ("qwen3", "gemma2", "gpt2", "gpt-oss", "deepseek-v3")
-"""Families that run in every setting; the others run in one that has everything in it."""
+"""Families that run in every setting; other families run in one setting, which combines all scheduling features."""
 
 NO_INTERFACE = "computes attention on its own, not through transformers' attention interface"
 RECURRENT = "layers with a recurrent state, which paged KV cannot hold"
 LENGTH = "the frequencies depend on the longest sequence of the batch, so requests would change each other"
 
 REFUSED: dict[str, Refusal] = {
-    "bloom": Refusal(Family("bloom", "ALiBi"), "0 of 2 layers asked", NO_INTERFACE),
+    "bloom": Refusal(Family("bloom", "ALiBi"), "0 of 2 layers called", NO_INTERFACE),
     "falcon": Refusal(
-        Family("falcon", "fused KV heads, ALiBi in some"), "computes attention in classes of its own", NO_INTERFACE
+        Family("falcon", "fused KV heads, ALiBi in some"), "computes attention in its own classes", NO_INTERFACE
     ),
-    "mpt": Refusal(Family("mpt", "ALiBi"), "0 of 2 layers asked", NO_INTERFACE),
+    "mpt": Refusal(Family("mpt", "ALiBi"), "0 of 2 layers called", NO_INTERFACE),
     "gptj": Refusal(
         Family("gptj", "RoPE on part of a head", {"rotary_dim": 8}),
-        "computes attention in classes of its own",
+        "computes attention in its own classes",
         NO_INTERFACE,
     ),
     "codegen": Refusal(
-        Family("codegen", "RoPE on part of a head", {"rotary_dim": 8}), "0 of 2 layers asked", NO_INTERFACE
+        Family("codegen", "RoPE on part of a head", {"rotary_dim": 8}), "0 of 2 layers called", NO_INTERFACE
     ),
     "gpt_neo": Refusal(
         Family("gpt_neo", "local attention", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
-        "computes attention in classes of its own",
+        "computes attention in its own classes",
         NO_INTERFACE,
     ),
-    "gpt_neox_japanese": Refusal(Family("gpt_neox_japanese", "RoPE"), "0 of 2 layers asked", NO_INTERFACE),
-    "openai-gpt": Refusal(Family("openai-gpt", "learned positions"), "0 of 2 layers asked", NO_INTERFACE),
+    "gpt_neox_japanese": Refusal(Family("gpt_neox_japanese", "RoPE"), "0 of 2 layers called", NO_INTERFACE),
+    "openai-gpt": Refusal(Family("openai-gpt", "learned positions"), "0 of 2 layers called", NO_INTERFACE),
     "xglm": Refusal(
         Family("xglm", "sinusoidal positions", {"d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}),
-        "0 of 2 layers asked",
+        "0 of 2 layers called",
         NO_INTERFACE,
     ),
     "diffllama": Refusal(
@@ -270,7 +271,7 @@ REFUSED: dict[str, Refusal] = {
         Family("doge", "masks of its own"), "attention masks of its own", "builds attention masks of its own"
     ),
     "bert": Refusal(
-        Family("bert", "attends in both directions"), "logits of the paged path differ", "attends in both directions"
+        Family("bert", "attends in both directions"), "logits of paged attention differ", "attends in both directions"
     ),
     "llama-dynamic": Refusal(
         Family("llama", "RoPE type dynamic", {"rope_parameters": {"rope_type": "dynamic", **ROPE}}),
@@ -312,7 +313,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "phimoe-window": Refusal(
         Family("phimoe", "sliding window", {"num_local_experts": 4, **SLIDES}),
-        "handed to no layer's attention function",
+        "no layer passes its sliding window of 20 to the attention function",
         "applies its window through a mask, which the paged path does not read",
     ),
     "falcon_h1": Refusal(
@@ -335,7 +336,7 @@ REFUSED: dict[str, Refusal] = {
     "recurrent_gemma": Refusal(
         Family("recurrent_gemma", "recurrent layers"), "layers of type linear_attention", RECURRENT
     ),
-    "rwkv": Refusal(Family("rwkv", "recurrent"), "0 of 2 layers asked", RECURRENT),
+    "rwkv": Refusal(Family("rwkv", "recurrent"), "0 of 2 layers called", RECURRENT),
     "lfm2": Refusal(
         Family("lfm2", "convolutions", {"layer_types": ["conv", "full_attention"]}), "layers of type conv", RECURRENT
     ),
@@ -361,14 +362,15 @@ REFUSED: dict[str, Refusal] = {
                 "laurel_rank": 8,
             },
         ),
-        "layers that share the KV of others",
-        "layers that share the KV of others, which the pool cannot hold",
+        "layers that use the KV of other layers",
+        "layers that use the KV of other layers, which the pool cannot hold",
     ),
 }
 
 
 def build(config: Any, seed: int = 0) -> Any:
-    """A model with wide random weights, in float32, with transformers' eager attention; the same for the same seed."""
+    """A model with wide random weights, in float32, with transformers' eager attention; equal seeds give equal
+    weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):  # transformers draws sinks and some biases, which are kept, from the global
         torch.manual_seed(seed)

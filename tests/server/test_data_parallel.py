@@ -328,7 +328,7 @@ def test_kv_events_ports_that_engines_cannot_bind_are_refused() -> None:
 
 
 def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2, 5, 6])
+    monkeypatch.setattr("pointsman.server.shares.usable_cores", lambda: [0, 1, 2, 5, 6])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 5)
     options = {"model": "demo", "num_blocks": 101, "num_threads": 4, "kv_events_config": {"replay_endpoint": "ipc://x"}}
     first, second = share_out(options, 2, "f")
@@ -358,7 +358,7 @@ def is_free(port: int) -> bool:
 
 
 def test_kv_events_port_in_use_is_reported_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr("pointsman.server.shares.usable_cores", lambda: [0, 1, 2])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
 
     def shared(num_engines: int, **events: object) -> str:

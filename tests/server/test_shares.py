@@ -15,7 +15,7 @@ GPUS = ("cuda:0", "cuda:1")
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four cores and two GPUs."""
-    monkeypatch.setattr(shares, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(shares, "usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(shares, "num_cores", lambda: 4)
     monkeypatch.setattr(shares, "visible_gpus", lambda: GPUS)
 

@@ -31,7 +31,7 @@ from pointsman.engine.aio.mailbox import Mailbox
 from pointsman.engine.aio.output_router import OutputRouter
 from pointsman.engine.errors import EngineDeadError, EngineStepError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # the KV worker ends after this thread, which may wait for it
-from pointsman.engine.machine import give_back_freed_pages
+from pointsman.engine.machine import return_freed_pages
 from pointsman.engine.memory import use_device
 from pointsman.engine.pulse import Pulse
 from pointsman.engine.stats import StatsLogger
@@ -336,7 +336,7 @@ class EngineThread:
             except Empty:
                 if self._seconds_to_memory_release == 0:
                     self._computed_at = None
-                    give_back_freed_pages()
+                    return_freed_pages()
                 self._router.check_ports()
                 self._engine.end_overdue()  # requests that are parked or paused
             if self._engine.watchdog is not None:
@@ -348,10 +348,10 @@ class EngineThread:
 
     def _max_wait(self) -> float | None:
         """Maximum seconds to wait for a message before other work is due; None: no limit."""
-        wait = None if self._stats_log is None else self._stats_log.wait()
+        wait = None if self._stats_log is None else self._stats_log.seconds_to_next_line()
         if self._router:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
-        for deadline in (self._engine.deadlines.next(), self._kv_load_deadline):
+        for deadline in (self._engine.deadlines.earliest(), self._kv_load_deadline):
             if self._router.has_followed_requests and deadline is not None:
                 left = max(0.0, deadline - self._engine.clock())
                 wait = left if wait is None else min(wait, left)
@@ -432,7 +432,9 @@ class EngineThread:
 
     def _report_finished(self) -> None:
         """Report requests that the function of a `Call` has finished in the scheduler, bypassing the engine."""
-        self._engine.outputs.hand_out(self._engine.outputs.end_all(self._router.finished(), self._engine.clock()))
+        self._engine.outputs.deliver_outputs(
+            self._engine.outputs.make_last_outputs(self._router.finished(), self._engine.clock())
+        )
 
     # ------------------------------------------------------------------ the end
 

@@ -36,7 +36,7 @@ from pointsman.engine.grammar.nodes import (
 )
 from pointsman.engine.grammar.regex import read_regex
 from pointsman.engine.grammar.tree import GrammarTree
-from pointsman.engine.params.json_schema import FRACTION_DIGITS, INTEGER_DIGITS, map_within
+from pointsman.engine.params.json_schema import FRACTION_DIGITS, INTEGER_DIGITS, map_subschemas
 
 EXPONENT_DIGITS = 2
 _MARK = "\ue000"
@@ -128,7 +128,7 @@ def _with_placeholders(schema: Any, rules: dict[str, Node]) -> Any:
     """Copy a schema with each pattern or length replaced by a placeholder pattern, whose rule is added to `rules`."""
     if not isinstance(schema, Mapping):
         return schema
-    changed = map_within(schema, lambda one, _: _with_placeholders(one, rules))
+    changed = map_subschemas(schema, lambda one, _: _with_placeholders(one, rules))
     if "patternProperties" in changed:
         patterns = changed["patternProperties"].items()
         changed["patternProperties"] = {_add_placeholder(_json_string(name), rules): one for name, one in patterns}

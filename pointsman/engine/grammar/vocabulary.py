@@ -112,7 +112,7 @@ def _check_pairs(tokens: Sequence[bytes], decoder: TextDecoder) -> None:
             right = (tokens[pair[0]] + tokens[pair[1]]).decode()
         except UnicodeDecodeError:  # part of a character
             continue
-        text = decoder.stream(is_verbatim=True).whole(pair)
+        text = decoder.stream(is_verbatim=True).decode_rest(pair)
         if text != right:
             raise GrammarError(
                 f"structured output does not support this model's tokenizer: tokens {pair[0]} and {pair[1]} have "

@@ -66,7 +66,10 @@ def check_config(config: Any) -> None:
         )
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if shared:
-        raise UnsupportedModel(f"{name} has {shared} layers that share the KV of others, which the KV pool cannot hold")
+        raise UnsupportedModel(
+            f"{name} has {shared} layers that use the KV of other layers; only models in which "
+            "each layer has its own KV can run here"
+        )
     if getattr(text, "attention_chunk_size", None):
         raise UnsupportedModel(f"{name} attends within chunks of {text.attention_chunk_size}, which is not supported")
     if getattr(text, "use_bidirectional_attention", False):
@@ -127,7 +130,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
         module.inv_freq.copy_(frequencies)
         module.rope_type = "default"  # with this type, transformers does not choose frequencies
-        _check_fixed(name, module, original, config)
+        _check_frequencies_are_fixed(name, module, original, config)
     if is_long:
         logger.warning(
             "%s: all requests use the rotary frequencies for more than %d tokens, also shorter ones, for which "
@@ -140,8 +143,9 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
     return min(original, longest)
 
 
-def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
-    """Refuse a rotary module whose angles at a position still depend on the largest position of the batch."""
+def _check_frequencies_are_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
+    """Refuse a rotary module whose angles depend on the largest position of the batch, although one set of frequencies
+    was chosen."""
     frequencies = module.get_buffer("inv_freq")
     hidden = frequencies.new_zeros(1, 1, config.hidden_size)
     positions = torch.tensor([[0, 1, 2, original + 1]], device=frequencies.device)
@@ -202,20 +206,20 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     except Exception as error:
         raise UnsupportedModel(
             f"{name}: a forward pass with replaced attention failed ({type(error).__name__}: {first_line(error)}), "
-            f"after {len(seen)} of {expected} layers asked transformers' attention interface for attention; only "
-            "models that leave masks and attention to that interface can run here"
+            f"after {len(seen)} of {expected} layers called transformers' attention interface; only models that "
+            "compute masks and attention through that interface can run here"
         ) from error
     finally:
         for module in model.modules():
             set_handler(module, None)
     if len(seen) != expected or len({id(layer.module) for layer in seen}) != expected:
         raise UnsupportedModel(
-            f"{name}: {len({id(layer.module) for layer in seen})} of {expected} layers asked transformers' attention "
-            f"interface for attention, in {len(seen)} calls; each layer must ask once, because a layer that computes "
-            "attention in its own code (ALiBi, linear attention, state-space layers) never sees the paged KV"
+            f"{name}: {len({id(layer.module) for layer in seen})} of {expected} layers called transformers' attention "
+            f"interface, in {len(seen)} calls; each layer must call it once, because paged attention cannot replace "
+            "attention that a layer computes in its own code (ALiBi, linear attention, state-space layers)"
         )
     if recorder.masks:
-        raise UnsupportedModel(f"{name} builds attention masks of its own, which the paged path would ignore")
+        raise UnsupportedModel(f"{name} builds attention masks of its own, which paged attention would ignore")
     _check_windows(name, config, seen)
     return seen
 
@@ -227,22 +231,22 @@ def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
     kinds = getattr(config, "layer_types", None)
     if window and not kinds and not any(layer.window for layer in layers):
         raise UnsupportedModel(
-            f"{name}: its sliding window of {window} is handed to no layer's attention function, so the paged path "
-            "would ignore it"
+            f"{name}: no layer passes its sliding window of {window} to the attention function, so paged attention "
+            "would ignore the window"
         )
     for index, layer in enumerate(layers):
         slides = kinds[index] == "sliding_attention" if kinds else False
         if slides and not layer.window:
             raise UnsupportedModel(
-                f"{name}: layer {index} has a sliding window of {window} but does not hand it to the attention "
-                "function, so the paged path would ignore it"
+                f"{name}: layer {index} has a sliding window of {window} but does not pass it to the attention "
+                "function, so paged attention would ignore the window"
             )
 
 
 # --------------------------------------------------------------------------------------------------- shared parts
 
 
-def attach(layers: list[ProbedLayer]) -> AttentionContext:
+def attach_paged_attention(layers: list[ProbedLayer]) -> AttentionContext:
     """Set a paged attention handler for every attention module; returns the context that all these handlers share,
     which will hold the plans and the pool of the current step."""
     context = AttentionContext()

@@ -68,7 +68,7 @@ class DeviceTokens:
         """The place for the tokens of padding rows, which no step reads."""
         return len(self.tokens) - 1
 
-    def has(self, places: Int64Array) -> bool:
+    def has_places(self, places: Int64Array) -> bool:
         """Whether all `places` are within the current memory."""
         return int(places.max(initial=-1)) < self.padding_place
 
@@ -174,31 +174,34 @@ class DecodeGraphs:
         self.ok = torch.zeros(largest, dtype=torch.uint8, device=self._device)
         """1 for each row of `sampled` whose logits had a finite maximum, otherwise 0."""
 
-    def record_all(self, max_bytes: int, taken: Callable[[], int]) -> None:
+    def record_all(self, max_bytes: int, allocated_bytes: Callable[[], int]) -> None:
         """Record the graphs, the largest first, until their memory exceeds `max_bytes`.
 
         Args:
             max_bytes: maximum memory of all graphs together, checked before each graph.
-            taken: function that returns the bytes that this process has allocated on the device.
+            allocated_bytes: function that returns the bytes that this process has allocated on the device.
         """
-        started, before = time.perf_counter(), taken()
+        started, before = time.perf_counter(), allocated_bytes()
         for size in reversed(self.sizes):
-            if taken() - before > max_bytes:
-                logger.warning("no CUDA graphs of %d rows and fewer: the larger graphs used their memory", size)
+            if allocated_bytes() - before > max_bytes:
+                logger.warning(
+                    "no CUDA graphs of %d rows or fewer are recorded: larger graphs have used all memory for graphs",
+                    size,
+                )
                 break
             try:
                 self._recorded[size] = self._record(size)
             except Exception as error:  # the model's code may contain operations that cannot be recorded
                 logger.warning("decode steps run without CUDA graphs; recording them failed: %s", first_line(error))
-                self.forget()
+                self.delete_graphs()
                 return
         self.sizes = sorted(self._recorded)
         logger.info(
-            "%d CUDA graphs of up to %d rows: %.1f s, %.1f MiB",
+            "recorded %d CUDA graphs of up to %d rows in %.1f s; they take %.1f MiB",
             len(self.sizes),
             max(self.sizes, default=0),
             time.perf_counter() - started,
-            (taken() - before) / 2**20,
+            (allocated_bytes() - before) / 2**20,
         )
 
     def record_again(self) -> None:
@@ -206,7 +209,7 @@ class DecodeGraphs:
         for size in self.sizes:
             self._recorded[size] = self._record(size)
 
-    def forget(self) -> None:
+    def delete_graphs(self) -> None:
         """Delete all graphs; later steps run without graphs."""
         self._recorded.clear()
         self.sizes = []
@@ -228,7 +231,7 @@ class DecodeGraphs:
             [n, vocab_size] logits; the next call overwrites this tensor.
         """
         recorded = self._recorded[size]
-        to_device(self._inputs(size, rows, parameters), self._device, into=self._memory)
+        to_device(self._inputs(size, rows, parameters), self._device, buffer=self._memory)
         recorded.forward()
         return self.logits[: len(rows.token_ids)]
 
@@ -278,7 +281,7 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _Recorded:
         padding = _padding(1, self._num_groups)
-        inputs = to_device(self._inputs(size, padding), self._device, into=self._memory)
+        inputs = to_device(self._inputs(size, padding), self._device, buffer=self._memory)
         tables_at = inputs["tables"].data_ptr() - self._memory.data_ptr()
         tables = self._memory[tables_at:].view(torch.int32)
         numbers = torch.arange(size, dtype=torch.int32, device=self._device)

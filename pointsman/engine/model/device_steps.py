@@ -57,7 +57,7 @@ class DeviceSteps:
         self.graphs: DecodeGraphs | None = None
         """CUDA graphs of decode steps; None: decode steps are launched kernel by kernel."""
 
-    def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None) -> None:
+    def record_graphs(self, max_bytes: int, allocated_bytes: Callable[[], int], recorder: Recorder | None) -> None:
         """Record graphs of decode steps, if the attention backend supports graphs; see `ModelRunner.record_graphs`."""
         if not isinstance(self._backend, TritonAttention):
             return
@@ -71,7 +71,7 @@ class DeviceSteps:
             max_model_len=self._config.max_model_len,
             recorder=recorder or CudaRecorder(),
         )
-        self.graphs.record_all(max_bytes, taken)
+        self.graphs.record_all(max_bytes, allocated_bytes)
 
     @staticmethod
     def is_plain(prepared: PreparedStep) -> bool:
@@ -94,7 +94,7 @@ class DeviceSteps:
             else:
                 links = prepared.links
                 places = {} if links is None else {"places": links.sampled}
-                logits, tensors = self._run(prepared, {**columns, **places})
+                logits, tensors = self._launch_kernels(prepared, {**columns, **places})
                 sampled, ok = self._sampled[:num_sampled], self._ok[:num_sampled]
                 if num_sampled:
                     parameters = DeviceParameters(**{name: tensors[name] for name in columns})
@@ -109,7 +109,7 @@ class DeviceSteps:
         with torch.inference_mode():
             if size is not None and self.graphs is not None:
                 return self.graphs.forward(self._decode_rows(prepared, stores=False), None, size)
-            return self._run(prepared, {})[0]
+            return self._launch_kernels(prepared, {})[0]
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
         """Store tokens that the host sampled, so that later steps can read them on the device."""
@@ -118,13 +118,13 @@ class DeviceSteps:
         self._tokens.tokens.index_copy_(0, tensors["places"], tensors["tokens"])
 
     def _ensure_places(self, places: Int64Array) -> None:
-        if not self._tokens.has(places):
+        if not self._tokens.has_places(places):
             self._tokens.grow(int(places.max()) + 1)
             if self.graphs is not None:
                 self.graphs.record_again()
 
     def _graph_for(self, prepared: PreparedStep) -> int | None:
-        """Number of rows of the graph that can compute the step; None: no graph can."""
+        """Number of rows of the graph that can compute the step; None: no graph can compute it."""
         if prepared.links is not None:
             self._ensure_places(prepared.links.sampled)
         num_rows = prepared.num_rows
@@ -140,15 +140,17 @@ class DeviceSteps:
         places = links.sampled if links is not None and stores else None
         return DecodeRows(prepared.batches, prepared.token_ids.numpy(), sources, places)
 
-    def _run(self, prepared: PreparedStep, more: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Launch a step kernel by kernel; returns the step's logits, and all its input arrays, `more` included, on the
-        device."""
+    def _launch_kernels(
+        self, prepared: PreparedStep, more_arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Launch a step kernel by kernel; returns the step's logits, and all its input arrays, `more_arrays` included,
+        on the device."""
         links = prepared.links
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": prepared.token_ids.numpy(),
             "positions": prepared.batch.positions,
             "logits_at": prepared.logits_at,
-            **more,
+            **more_arrays,
         }
         if links is not None and len(links.unsampled):
             arrays |= {"unsampled": links.unsampled, "sources": links.sources}

@@ -31,9 +31,9 @@ def run_model(
     """
     num_tokens = len(token_ids)
     if num_rows is not None:
-        token_ids, positions = lengthened(token_ids, num_rows), lengthened(positions, num_rows)
+        token_ids, positions = repeat_last(token_ids, num_rows), repeat_last(positions, num_rows)
     options: dict[str, Any] = {}
-    selects = keep is not None and takes_logits_to_keep(type(model).forward)
+    selects = keep is not None and can_select_logits(type(model).forward)
     if selects:
         options["logits_to_keep"] = keep
     with torch.inference_mode():
@@ -75,14 +75,14 @@ def run_paged(
         context.end()
 
 
-def lengthened(values: Tensor, length: int) -> Tensor:
+def repeat_last(values: Tensor, length: int) -> Tensor:
     """Values [n] -> [length]: the values, then repetitions of the last value. An empty tensor stays empty."""
     more = length - len(values)
     return torch.cat([values, values[-1:].expand(more)]) if more > 0 and len(values) else values
 
 
 @cache
-def takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
+def can_select_logits(forward: Callable[..., Any]) -> bool:
     """Whether the `forward` of a model's class can compute only the logits of selected tokens, as in nearly all
     models."""
     return "logits_to_keep" in inspect.signature(forward).parameters

@@ -52,7 +52,8 @@ class FusedNorm(nn.Module):
         weight = self.weight
         if x.dtype != weight.dtype or x.shape[-1] != weight.shape[0]:
             raise TypeError(
-                f"the norm's weight is {weight.dtype} {tuple(weight.shape)} and its input {x.dtype} {tuple(x.shape)}"
+                f"the norm's weight is {weight.dtype} {tuple(weight.shape)}, but its input is {x.dtype} "
+                f"{tuple(x.shape)}; the types and the last dimensions must be equal"
             )
         self._kernel(x, weight, out, addend, total)
 
@@ -63,7 +64,9 @@ class FusedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, kernels: LayerKernels) -> None:
         super().__init__()
         if gate.out_features != up.out_features:
-            raise ValueError(f"gate_proj has {gate.out_features} output features and up_proj {up.out_features}")
+            raise ValueError(
+                f"gate_proj has {gate.out_features} output features and up_proj {up.out_features}; they must be equal"
+            )
         self.gate_up = JoinedLinear([gate, up])
         self.down = JoinedLinear([down])
         self._kernel = kernels.gate(gate.out_features, activation)
@@ -130,7 +133,10 @@ class FusedAttention(nn.Module):
                 cos, sin = cos.to(qkv.dtype), sin.to(qkv.dtype)
             k_dim = self._heads.shape.k_dim
             if cos.shape != sin.shape or cos.shape[:2] != (1, num_tokens) or cos.shape[-1] > k_dim:
-                raise ValueError(f"rotary embeddings {tuple(cos.shape)} for {num_tokens} tokens and {k_dim} a head")
+                raise ValueError(
+                    f"rotary embeddings have the shape {tuple(cos.shape)}; it must be (1, {num_tokens}, "
+                    f"at most {k_dim})"
+                )
             rotary = cos[0].contiguous(), sin[0].contiguous()
         fused = cast(FusedAttentionBackend, backend)
         query = fused.write_heads(plan, self._heads, qkv, rotary, keys, values)

@@ -210,7 +210,7 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
             call = calls.pop(part.module, None)
             if call is None or id(part.parent) in replaced:
                 continue
-            with step.exact():
+            with step.use_exact_pool():
                 replacement = replacement_for(part, call, kernels)
             if replacement is not None:
                 replaced.update(id(module) for module in part.module.modules())
@@ -237,14 +237,15 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
     layer = next((module for module in reversed(list(model.modules())) if isinstance(module, FusedLayer)), None)
     if layer is None:
         return False
-    want = step.forward()
+    expected = step.forward()
     layer.context = step.context
     try:
         right = all(
-            _logits_match(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
+            _logits_match(step, keep, expected[keep])
+            for keep in (torch.tensor([len(expected) - 1, 2]), torch.arange(0))
         )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # for example, the layer is not the last
-        logger.info("the last layer computes all tokens: %s", first_line(error))
+        logger.info("the last layer also computes tokens whose logits are not needed: %s", first_line(error))
         right = False
     finally:
         step.context.keep = None
@@ -253,13 +254,14 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
     return right
 
 
-def _logits_match(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
-    """Whether a step that computes only the tokens of `keep` [r] returns the expected logits `want` [r, vocab_size]."""
+def _logits_match(step: FirstStep, keep: Tensor, expected: Tensor) -> bool:
+    """Whether a step that computes only the tokens of `keep` [r] returns the logits `expected`
+    [r, vocab_size]."""
     step.context.keep = keep
-    got = step.forward()
-    if got.shape != want.shape:
+    actual = step.forward()
+    if actual.shape != expected.shape:
         return False
-    return len(keep) == 0 or bool((relative_error(got, want) <= LOGITS_TOLERANCE[want.dtype]).all())
+    return len(keep) == 0 or bool((relative_error(actual, expected) <= LOGITS_TOLERANCE[expected.dtype]).all())
 
 
 def _pop_in_order(parts: list[Part]) -> Iterator[Part]:
@@ -303,7 +305,7 @@ def _record_calls(
 
     def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if module not in calls:  # copies, because models change tensors in place
-            calls[module] = Call(each_tensor(arguments, Tensor.clone), each_tensor(keywords, Tensor.clone))
+            calls[module] = Call(map_tensors(arguments, Tensor.clone), map_tensors(keywords, Tensor.clone))
 
     hooks = [part.module.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
     hooks += [module.register_forward_hook(note_linear) for module in model.modules() if can_join(module)]
@@ -315,14 +317,14 @@ def _record_calls(
     return calls
 
 
-def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The value with `change` applied to every tensor in it, including tensors in tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(each_tensor(one, change) for one in value)
+        return type(value)(map_tensors(one, change) for one in value)
     if type(value) is dict:
-        return {name: each_tensor(one, change) for name, one in value.items()}
+        return {name: map_tensors(one, change) for name, one in value.items()}
     return value
 
 
@@ -338,8 +340,8 @@ def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module 
             exact, inputs = module, [call]
         else:
             try:
-                exact = exact_copy(module)
-                inputs = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
+                exact = float32_copy(module)
+                inputs = list(variations(Call(*map_tensors((call.arguments, call.keywords), _as_float32))))
             except Exception as error:  # the part may contain any code, and can stay unchanged
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
@@ -359,7 +361,7 @@ def _matching_replacement(build: Builder, exact: nn.Module, inputs: list[Call]) 
         return None
 
 
-def exact_copy(module: nn.Module) -> nn.Module:
+def float32_copy(module: nn.Module) -> nn.Module:
     """The module in float32: the module itself if all its parameters are float32, otherwise a copy with the same
     handler."""
     if all(parameter.dtype == torch.float32 for parameter in module.parameters()):
@@ -414,24 +416,28 @@ def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]
     """Whether a part and its replacement return the same outputs for all calls, up to rounding."""
     for call in calls:
         # Each module gets its own copy of the inputs, because a module may change tensors in place.
-        want, got = (
-            one(*each_tensor(call.arguments, Tensor.clone), **each_tensor(call.keywords, Tensor.clone))
+        expected, actual = (
+            one(*map_tensors(call.arguments, Tensor.clone), **map_tensors(call.keywords, Tensor.clone))
             for one in (part, replacement)
         )
-        if isinstance(want, tuple) != isinstance(got, tuple):
+        if isinstance(expected, tuple) != isinstance(actual, tuple):
             return False
-        if isinstance(want, tuple):
-            want, got = want[0], got[0]
-        if not is_close(got, want, call.tolerance):
+        if isinstance(expected, tuple):
+            expected, actual = expected[0], actual[0]
+        if not is_close(actual, expected, call.tolerance):
             return False
     return True
 
 
-def is_close(got: Any, want: Any, tolerance: float) -> bool:
-    """Whether the outputs `got` and `want` [..., width] are equal in every row, up to the relative error
+def is_close(actual: Any, expected: Any, tolerance: float) -> bool:
+    """Whether the outputs `actual` and `expected` [..., width] are equal in every row, up to the relative error
     `tolerance`."""
-    if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape or got.dtype != want.dtype:
+    if (
+        not (isinstance(actual, Tensor) and isinstance(expected, Tensor))
+        or actual.shape != expected.shape
+        or actual.dtype != expected.dtype
+    ):
         return False
-    error = (got.float() - want.float()).abs().amax(dim=-1)
-    largest = want.float().abs().amax(dim=-1).clamp(min=1e-6)
+    error = (actual.float() - expected.float()).abs().amax(dim=-1)
+    largest = expected.float().abs().amax(dim=-1).clamp(min=1e-6)
     return bool((error / largest).max() <= tolerance)

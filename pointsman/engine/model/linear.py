@@ -75,7 +75,10 @@ class JoinedLinear(nn.Module):
         weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
-            raise ValueError(f"{len(biases)} of {len(layers)} layers have a bias; join all with one or all without")
+            raise ValueError(
+                f"{len(biases)} of {len(layers)} layers have a bias; join only layers that "
+                "all have a bias or all have none"
+            )
         self.in_features = layers[0].in_features
         self.out_features = weight.shape[0]
         self.bias = torch.cat(biases) if biases else None
@@ -96,9 +99,9 @@ class JoinedLinear(nn.Module):
             return
         weight = self.weight
         if quantization == "int4":
-            self._groups, weight = quantized.in_groups(weight) or (None, weight)
+            self._groups, weight = quantized.quantize_in_groups(weight) or (None, weight)
         if quantization == "int8" or (quantization == "int4" and weight.dtype == torch.float32):
-            self._stored = quantized.per_feature(weight.float())
+            self._stored = quantized.quantize_per_feature(weight.float())
             limit = quantized.activation_limit()
             bias = self.bias = None if self.bias is None else self.bias.float()
             self._split = np.array([0, 0, 0, 0, 0, self.in_features, limit], dtype=np.int64)
@@ -139,7 +142,7 @@ class JoinedLinear(nn.Module):
         NaN."""
         dtype = self.weight.dtype
         if x.dtype != dtype or x.shape[-1] != self.in_features:  # kernels read raw memory
-            raise TypeError(f"the layer takes {dtype} of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
+            raise TypeError(f"inputs must be {dtype} [..., {self.in_features}], not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous().float()
         split, merge, limit = self._split, self._merge, quantized.activation_limit()
         num_rows = x.numel() // self.in_features
@@ -200,15 +203,15 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if quantization is not None and not joined:
         raise ValueError(
-            f"quantization is {quantization!r} and no linear layer of this model was fused; leave it out (it needs "
-            "fuse=True and the attention numba)"
+            f"quantization is {quantization!r} and no linear layer of this model was fused; leave "
+            "quantization out, or load the model with fuse=True and attention='numba'"
         )
     for layer in joined:  # the head stays in 8 bits: 4-bit products in bfloat16 would make different logits equal
         layer.store("int8" if layer is head and quantization == "int4" else quantization)
     if quantization == "int4" and not any(layer.is_in_4_bits for layer in joined):
         raise ValueError(
-            "quantization is 'int4' and no layer of this model has weights in 4 bits; give a GGUF file with them "
-            "(Q4_0, Q4_1, Q4_K), or quantization='int8'"
+            "quantization is 'int4' and no layer of this model has weights in 4 bits; give a GGUF file with such "
+            "weights (Q4_0, Q4_1, Q4_K), or quantization='int8'"
         )
 
 
@@ -226,6 +229,6 @@ def packing_works(dtype: torch.dtype) -> bool:
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         right = got.shape == want.shape and torch.allclose(got.float(), want.float(), rtol=tolerance, atol=tolerance)
     except (AttributeError, RuntimeError) as error:
-        logger.info("linear layers are not packed in %s: %s", dtype, first_line(error))
+        logger.info("linear layers in %s are not packed, which is slower: %s", dtype, first_line(error))
         return False
     return right

@@ -62,14 +62,12 @@ class LoadedModel:
         longest = self.max_position_embeddings
         if max_model_len is None:
             if longest is None:
-                raise ValueError(
-                    f"the model in {self.path} does not say how long a sequence may be; give max_model_len"
-                )
+                raise ValueError(f"the model in {self.path} names no maximum length of a sequence; give max_model_len")
             return longest
         if not isinstance(max_model_len, int) or max_model_len < 1:
             raise ValueError(f"max_model_len is {max_model_len!r}; it must be an integer of at least 1")
         if longest is not None and max_model_len > longest:
             raise ValueError(
-                f"max_model_len is {max_model_len}, but the model was made for at most {longest}; lower it"
+                f"max_model_len is {max_model_len}, but the model allows at most {longest} tokens; lower max_model_len"
             )
         return max_model_len

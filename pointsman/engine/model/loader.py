@@ -21,8 +21,8 @@ from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
 from pointsman.engine.gguf import is_gguf
 from pointsman.engine.kv.pool import check_float16
-from pointsman.engine.memory import naming_out_of_memory, use_device
-from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
+from pointsman.engine.memory import explain_out_of_memory, use_device
+from pointsman.engine.model.check import attach_paged_attention, check_config, fix_longrope, probe_layers
 from pointsman.engine.model.linear import store_weights
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.quantization import check_quantization
@@ -34,7 +34,7 @@ from pointsman.engine.model.settings import (
     read_generation_settings,
 )
 from pointsman.engine.sources.find import find_model
-from pointsman.engine.text.tokenizer import check_model_directory, read_object, read_tokenizer
+from pointsman.engine.text.tokenizer import check_model_directory, read_json_object, read_tokenizer
 from pointsman.files import MAX_MESSAGE, represented, shown
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _add_path_to_errors(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
+    with _add_path_to_errors(path), explain_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
             return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
-            logger.warning("%s; loading it again with its own layers, which are slower", error)
+            logger.warning("%s; loading the model again with its own layers, which are slower", error)
         return wrap_model(_read_weights(path, config, element, gguf, place), fuse=False, **options)
 
 
@@ -201,7 +201,7 @@ def wrap_model(
     probed = probe_layers(model)
     layers = tuple(layer.shape for layer in probed)
     windows = tuple(layer.window for layer in probed)
-    context = attach(probed)
+    context = attach_paged_attention(probed)
     del probed  # `probed` refers to attention layers, which are freed when `_fuse` replaces them
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     check_quantization(quantization, model.device, model.dtype)
@@ -263,7 +263,7 @@ def load_with_attention(
             raise ValueError("the model is loaded already; give revision and download_dir to load_model")
         return model, _attention_of(model, attention)
     if not isinstance(attention, str) and not callable(attention):
-        raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
+        raise ValueError("attention is a backend object, which is for one loaded model; give the LoadedModel as model")
     loaded = load_model(
         model,
         dtype,
@@ -289,8 +289,8 @@ def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBac
         backend = choose_attention(attention, loaded.layers, loaded.model.device, loaded.dtype)
     if loaded.fused and type(getattr(backend, "kernels", None)) is not type(getattr(loaded.attention, "kernels", None)):
         raise ValueError(
-            f"the model was loaded with fused layers, which need its own attention ({loaded.attention.name}) and not "
-            f"{backend.name}; load it with fuse=False"
+            f"the model was loaded with fused layers, which need the attention {loaded.attention.name}, not "
+            f"{backend.name}; load the model with fuse=False"
         )
     return backend
 
@@ -335,7 +335,7 @@ def _check_fused(check: SelfCheck) -> None:
     except Exception as error:
         raise FusionFailed(
             f"{check.model.config.model_type}: with fused layers the model fails its check ({first_line(error)}); load "
-            "it with fuse=False"
+            "the model with fuse=False"
         ) from error
 
 
@@ -352,7 +352,7 @@ def _read_config(path: Path, gguf: GGUFFile | None) -> Any:
         return make_config(gguf)
     check_model_directory(path)
     file = path / "config.json"
-    content = read_object(file)
+    content = read_json_object(file)
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise ModelLoadError(f"{file} names no model_type; copy the model's own config.json")
@@ -370,7 +370,9 @@ def _read_config(path: Path, gguf: GGUFFile | None) -> Any:
             f"{file}: model type {model_type!r} cannot be configured: {first_line(error)}"
         ) from error
     if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(f"{path}: {model_type} is no causal language model; only those can run here")
+        raise UnsupportedModel(
+            f"{path}: {model_type} is no causal language model; only causal language models can run here"
+        )
     return config
 
 
@@ -392,14 +394,16 @@ def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
         return _Weights(len(gguf.tensors), sum(tensor.num_elements for tensor in gguf.tensors.values()))
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ModelLoadError(f"{path} has no weights (*.safetensors); other formats are not read")
+        raise ModelLoadError(f"{path} has no weight files (*.safetensors); other formats of weights are not supported")
     num_tensors = num_elements = 0
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 names = tensors.keys()
                 if (num_tensors := num_tensors + len(names)) > MAX_TENSORS:
-                    raise ModelLoadError(f"{file}: more than {MAX_TENSORS:,} tensors; is it a model's file?")
+                    raise ModelLoadError(
+                        f"the weights up to {file} have more than {MAX_TENSORS:,} tensors; give the files of one model"
+                    )
                 for name in names:
                     num_elements += math.prod(tensors.get_slice(name).get_shape())
         except ModelLoadError:
@@ -410,14 +414,16 @@ def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
             ) from error
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_object(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ModelLoadError(f"{index}: weight_map must be an object of tensor -> file; copy it again")
+            raise ModelLoadError(
+                f"{index}: weight_map must be an object that maps tensor names to file names; copy the file again"
+            )
         named = set(weight_map.values())
         absent = sorted(named - {file.name for file in files})
         if absent:
             raise ModelLoadError(
-                f"{index}: {path} lacks {len(absent)} of {len(named)} weight files, first {shown(absent[0])}"
+                f"{index}: {path} lacks {len(absent)} of {len(named)} weight files, first {shown(absent[0])}; copy them"
             )
     return _Weights(num_tensors, num_elements)
 
@@ -434,8 +440,8 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
     num_layers = getattr(text, "num_hidden_layers", 0)
     if num_layers > weights.num_tensors:
         raise ModelLoadError(
-            f"{file}: num_hidden_layers is {num_layers}, and the weights hold {weights.num_tensors} tensors; they do "
-            "not belong together"
+            f"{file}: num_hidden_layers is {num_layers}, but the weight files have {weights.num_tensors} tensors; copy "
+            "configuration and weights of the same model"
         )
     with torch.device("meta"):
         try:
@@ -448,8 +454,8 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
     num_buffered = sum(buffer.numel() for buffer in model.buffers())
     if max(num_parameters, num_buffered - ALLOWED_CONSTANTS) > MAX_PARAMETER_RATIO * weights.num_elements:
         raise ModelLoadError(
-            f"{file} describes {num_parameters:,} parameters and {num_buffered:,} constants, and the weights hold "
-            f"{weights.num_elements:,} numbers; they do not belong together"
+            f"{file} describes {num_parameters:,} parameters and {num_buffered:,} constants, but the weight files "
+            f"have {weights.num_elements:,} numbers; copy configuration and weights of the same model"
         )
 
 
@@ -494,11 +500,11 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
     except KeyError as error:
         if ATTENTION_NAME not in error.args:
             raise ModelLoadError(
-                f"{path / 'config.json'}: transformers knows nothing named {error}; correct the field"
+                f"{path / 'config.json'}: transformers does not know the name {error}; correct the field with this name"
             ) from error
         raise UnsupportedModel(
-            f"{config.model_type} computes attention in classes of its own, none of them named {error}; only models "
-            "that leave attention to transformers' attention interface can run here"
+            f"{config.model_type} computes attention in its own classes, and has no class for {error}; only models "
+            "that compute attention through transformers' attention interface can run here"
         ) from error
     except Exception as error:
         raise ModelLoadError(f"{path}: the weights cannot be loaded: {first_line(error)}") from error
@@ -513,7 +519,8 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
     if missing or mismatched:
         what = f"lack {len(missing)} tensors" if missing else f"have {len(mismatched)} tensors of another shape"
         raise ModelLoadError(
-            f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
+            f"{path}: the weights {what}, first {(missing or mismatched)[0]}; copy config.json and weights "
+            "of the same model"
         )
     given.clear()  # otherwise the tensors of a GGUF file would stay in host memory
     return model.to(device)

@@ -82,7 +82,7 @@ class Pooler:
             positions.append(np.arange(first, end))
         return chunks, np.concatenate(positions)
 
-    def take(self, chunks: Sequence[PooledChunk], hidden: Tensor) -> dict[int, Float32Array]:
+    def add_states(self, chunks: Sequence[PooledChunk], hidden: Tensor) -> dict[int, Float32Array]:
         """Add the hidden states of a step's chunks to the sums, and compute the embeddings of completed prompts.
 
         Args:
@@ -118,7 +118,7 @@ def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor
 
 
 @contextmanager
-def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Tensor]]:
+def capture_hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Tensor]]:
     """Capture the input of the model's output layer in the forward pass inside the `with` block.
 
     Yields a list, to which the forward pass appends one tensor [r, hidden_size].

@@ -53,7 +53,8 @@ class PreparedStep:
     verification: Verification | None = None
     """Verification of the step's drafts; None: the step has no drafts."""
     links: StepLinks | None = None
-    """Places of tokens that are exchanged with other steps in flight; None: only one step may be in flight."""
+    """Places of the tokens that the step reads from, or stores for, other steps in flight; None: only one step may be
+    in flight."""
     transfers: StepTransfers | None = None
     """Copies of KV that run before the step computes; None: the step copies no KV."""
 

@@ -57,7 +57,7 @@ class Groups:
         return out.to(x.dtype)
 
 
-def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
+def quantize_in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
     """The weight [out, in] in 4 bits, and its rounded values as a plain tensor; None: the weight needs more than 4
     bits.
 
@@ -70,9 +70,9 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
         return None
     groups = weight.float().reshape(-1, GROUP)
     of_one_feature = num_in // GROUP
-    if _digits(groups[:of_one_feature]) is None:  # a quick test, which finds nearly all other weights
+    if _find_digits(groups[:of_one_feature]) is None:  # a quick test, which finds nearly all other weights
         return None
-    found = _digits(groups)
+    found = _find_digits(groups)
     if found is None:
         return None
     digits, scale, low = found
@@ -86,7 +86,7 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
     return Groups(packed, both.transpose(0, 1).contiguous().bfloat16()), rounded.view(num_out, num_in).to(weight.dtype)
 
 
-def _digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _find_digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Digits from 0 to 15 [n, GROUP], grid steps [n] and smallest numbers [n] of groups; None: a group needs more than
     16 digits."""
     low = groups.amin(1)
@@ -127,9 +127,9 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         needed = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
         raise ValueError(f"quantization is {name!r} with {dtype} on {device}; it needs {needed} on a CPU")
     try:
-        int8_product()(torch.ones(1, 8), 1.0, 128, per_feature(torch.ones(8, 8)))
+        int8_product()(torch.ones(1, 8), 1.0, 128, quantize_per_feature(torch.ones(8, 8)))
         if name == "int4":
-            found = in_groups(torch.ones(FEATURES_AT_ONCE, GROUP))
+            found = quantize_in_groups(torch.ones(FEATURES_AT_ONCE, GROUP))
             assert found is not None  # all numbers are equal, so 4 bits suffice
             found[0].product(torch.ones(1, GROUP))
     except (AttributeError, RuntimeError) as error:
@@ -138,7 +138,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         ) from error
 
 
-def per_feature(weight: Tensor) -> Any:
+def quantize_per_feature(weight: Tensor) -> Any:
     """A float32 weight [out, in] rounded to 8 bits, with one scale per output feature, packed for `int8_product`."""
     scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
     zero_points = torch.zeros(len(scales), dtype=torch.int64)

@@ -29,10 +29,10 @@ from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.drafts.verification import Verification
 from pointsman.engine.errors import NOTHING_LEFT, first_line
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.model.forward import lengthened, run_paged, takes_logits_to_keep
+from pointsman.engine.model.forward import can_select_logits, repeat_last, run_paged
 from pointsman.engine.model.linear import rounded_up_rows
 from pointsman.engine.model.loaded import LoadedModel
-from pointsman.engine.model.pooling import Pooler, hidden_states
+from pointsman.engine.model.pooling import Pooler, capture_hidden_states
 from pointsman.engine.model.prepared import PreparedStep, PromptChunk, StepLinks
 from pointsman.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs, token_logprobs
 from pointsman.engine.sampling.sampler import Sampler
@@ -128,16 +128,18 @@ class ModelRunner:
             return None
         return DeviceSteps(self.loaded, self.pool, self.backend, self.scheduler.config)
 
-    def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None = None) -> None:
+    def record_graphs(
+        self, max_bytes: int, allocated_bytes: Callable[[], int], recorder: Recorder | None = None
+    ) -> None:
         """Record CUDA graphs of decode steps (`decode_graphs.py`), if the attention supports them.
 
         Args:
             max_bytes: maximum memory of all graphs together.
-            taken: function that returns the bytes that this process has allocated on the device.
+            allocated_bytes: function that returns the bytes that this process has allocated on the device.
             recorder: recorder of the graphs; None: a `CudaRecorder`.
         """
         if self._device_steps is not None:
-            self._device_steps.record_graphs(max_bytes, taken, recorder)
+            self._device_steps.record_graphs(max_bytes, allocated_bytes, recorder)
 
     def num_computed_rows(self, num_tokens: int) -> int:
         """Number of rows of the model's matrix products in a step of `num_tokens` tokens, padding included."""
@@ -316,12 +318,12 @@ class ModelRunner:
         """Logits [num_logits or more, vocab_size], and row index -> embedding vector for each prompt that this step
         completed."""
         model, num_logits = self.loaded.model, prepared.num_logits
-        trims = takes_logits_to_keep(type(model).forward)
+        trims = can_select_logits(type(model).forward)
         wanted = rounded_up_rows(num_logits) if self._fills_rows else num_logits
-        with hidden_states(model, wanted, trims) as captured:
+        with capture_hidden_states(model, wanted, trims) as captured:
             logits = self._forward(prepared)
         hidden = captured[0] if trims else captured[0][torch.from_numpy(prepared.logits_at).to(captured[0].device)]
-        return logits, self.pooler.take(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
+        return logits, self.pooler.add_states(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
         """Logits [len(logits_at), vocab_size]; logits of pooled rows, which are last, may be missing."""
@@ -332,7 +334,7 @@ class ModelRunner:
             keep = torch.from_numpy(prepared.logits_at)
         if self._fills_rows:
             num_rows = self.num_computed_rows(prepared.batch.num_tokens)
-            keep = None if keep is None else lengthened(keep, rounded_up_rows(num_logits))
+            keep = None if keep is None else repeat_last(keep, rounded_up_rows(num_logits))
         plans = [self.backend.plan(batch) for batch in prepared.batches]
         token_ids, positions = prepared.token_ids, prepared.positions
         logits = run_paged(self.loaded, self.pool, self.backend, plans, token_ids, positions, keep, num_rows)
@@ -345,14 +347,14 @@ class ModelRunner:
         sampled = self.sampler.run(logits, prepared.sampling_batch)
         if prepared.verification is not None:
             result, ok = prepared.verification.verify(sampled.token_ids, sampled.ok, prepared.num_rows)
-            result.errors = {} if ok.all() else _errors(prepared, logits, ok)
+            result.errors = {} if ok.all() else _row_errors(prepared, logits, ok)
             return StepExecution(result, sampled.logprobs)
         self._store_sampled(prepared, sampled.token_ids)
         if self._device_steps is not None and prepared.links is not None:
             self._device_steps.put(prepared.links.sampled, sampled.token_ids)
         if sampled.ok.all():
             return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
-        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))
+        result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_row_errors(prepared, logits, sampled.ok))
         return StepExecution(result, sampled.logprobs)
 
 
@@ -416,7 +418,7 @@ def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> 
         execution.result.errors = {**execution.result.errors, **bad}
 
 
-def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -> dict[int, str]:
+def _row_errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -> dict[int, str]:
     """Row index -> why the row could not be sampled: an error of the model, or of the request's parameters."""
     bad = (~ok).nonzero()[0]
     had_choice = torch.isfinite(logits[torch.from_numpy(bad).to(logits.device)].amax(dim=-1)).tolist()

@@ -45,7 +45,7 @@ class FirstStep:
     exact_pool: KVPool
 
     @contextmanager
-    def exact(self) -> Iterator[None]:
+    def use_exact_pool(self) -> Iterator[None]:
         """Inside the `with` block, layers attend to `exact_pool`, which is in float32, so keys and values are not
         rounded."""
         pool = self.context.pool
@@ -94,23 +94,24 @@ class SelfCheck:
         Raises:
             UnsupportedModel: the logits differ by more than rounding.
         """
-        dtype, paged = self.model.dtype, self._paged()
-        error = self._error(paged, self.plain)
+        dtype, paged = self.model.dtype, self._paged_logits()
+        error = self._logit_error(paged, self.plain)
         if error <= TOLERANCE[dtype]:
             return
-        text = f"at most {TOLERANCE[dtype]} is rounding"
+        text = f"rounding causes at most {TOLERANCE[dtype]}"
         if dtype != torch.float32 and not fused:
             with in_float32(self.model):
                 self._in_float32 = self._plain_logits()
         if self._in_float32:
-            own = self._error(self.plain, self._in_float32)
-            error = self._error(paged, self._in_float32)
+            own = self._logit_error(self.plain, self._in_float32)
+            error = self._logit_error(paged, self._in_float32)
             if error <= MAX_RATIO_OF_ERRORS * own:
                 return
-            text = f"in float32, and its own rounding makes {own:.2g}"
+            text = f"measured against float32; rounding alone causes {own:.2g}"
         raise UnsupportedModel(
-            f"{self.model.config.model_type}: logits of the paged path differ from transformers' own by {error:.2g} of "
-            f"their spread ({text}); some part of this model is not computed per token"
+            f"{self.model.config.model_type}: logits of paged attention differ from transformers' "
+            f"logits by {error:.2g} of their standard deviation ({text}); this model "
+            "has an operation that does not work in mixed batches"
         )
 
     def _plain_logits(self) -> list[Tensor]:
@@ -118,14 +119,14 @@ class SelfCheck:
         with plain_attention(self.model):
             return [run_model(self.model, one, torch.arange(len(one)), keep=None) for one in self.sequences]
 
-    def _error(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-        """The error of the logits `got`: in float32 the largest error of all positions, in a 16-bit type the upper
+    def _logit_error(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+        """The error of the logits `actual`: in float32 the largest error of all positions, in a 16-bit type the upper
         quartile.
 
         In a 16-bit type, rounding may change the choice of an expert at a few positions. The quartile still detects an
         error that only long sequences have, such as a lost window.
         """
-        errors = torch.cat([relative_error(one, other) for one, other in zip(got, want, strict=True)])
+        errors = torch.cat([relative_error(one, other) for one, other in zip(actual, expected, strict=True)])
         return float(errors.max() if self.model.dtype == torch.float32 else errors.quantile(0.75))
 
     @contextmanager
@@ -133,10 +134,10 @@ class SelfCheck:
         """The check's first step, which has two chunks. Inside the `with` block the step can be computed any number of
         times."""
         counts = np.array(self.steps[0])
-        with self._step(self._pool(), counts, np.zeros_like(counts)) as forward:
-            yield FirstStep(forward, self.context, self._pool(torch.float32))
+        with self._run_step(self._make_pool(), counts, np.zeros_like(counts)) as forward:
+            yield FirstStep(forward, self.context, self._make_pool(torch.float32))
 
-    def _pool(self, dtype: torch.dtype | None = None) -> KVPool:
+    def _make_pool(self, dtype: torch.dtype | None = None) -> KVPool:
         return KVPool(
             self.layers,
             num_blocks=self.tables.size,
@@ -146,7 +147,7 @@ class SelfCheck:
         )
 
     @contextmanager
-    def _step(
+    def _run_step(
         self, pool: KVPool, counts: np.ndarray[Any, Any], computed: np.ndarray[Any, Any]
     ) -> Iterator[Callable[[], Tensor]]:
         rows = np.nonzero(counts)[0]
@@ -159,14 +160,14 @@ class SelfCheck:
         finally:
             self.context.end()
 
-    def _paged(self) -> list[Tensor]:
+    def _paged_logits(self) -> list[Tensor]:
         """Logits of every position of every sequence, computed step by step on the paged path."""
-        pool = self._pool()
+        pool = self._make_pool()
         computed = np.zeros(3, dtype=np.int64)
         collected: list[list[Tensor]] = [[], [], []]
         for step in self.steps:
             counts = np.array(step)
-            with self._step(pool, counts, computed) as forward:
+            with self._run_step(pool, counts, computed) as forward:
                 logits = forward()
             rows = np.nonzero(counts)[0]
             for row, part in zip(rows.tolist(), torch.split(logits, counts[rows].tolist()), strict=True):
@@ -175,14 +176,14 @@ class SelfCheck:
         return [torch.cat(parts) for parts in collected]
 
 
-def relative_error(got: Tensor, want: Tensor) -> Tensor:
+def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     """[t] error of each row of the logits [t, vocab_size]: the root mean square of the differences, relative to the
     standard deviation of the row.
 
     The largest error of a row is not used, because with equal rounding it grows with the size of the vocabulary.
     """
-    difference = (got.float() - want.float()).square().mean(dim=-1).sqrt()
-    return difference / want.float().std(dim=-1).clamp(min=1e-6)
+    difference = (actual.float() - expected.float()).square().mean(dim=-1).sqrt()
+    return difference / expected.float().std(dim=-1).clamp(min=1e-6)
 
 
 def _plan_steps(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:

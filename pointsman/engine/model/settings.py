@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.params.sampling import SamplingParams
-from pointsman.engine.text.tokenizer import read_object
+from pointsman.engine.text.tokenizer import read_json_object
 from pointsman.files import represented
 
 GENERATION_CONFIG = "generation_config.json"
@@ -89,7 +89,7 @@ def read_generation_settings(path: Path, config: Any) -> GenerationSettings:
     if not file.is_file():
         fields = GenerationConfig.from_model_config(config).to_dict()
         return GenerationSettings.of(fields, text.vocab_size, str(path / "config.json"))
-    settings = GenerationSettings.of(read_object(file), text.vocab_size, str(file))
+    settings = GenerationSettings.of(read_json_object(file), text.vocab_size, str(file))
     try:
         GenerationConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
@@ -272,7 +272,7 @@ UNSCALED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"
 """Fields that a rotary embedding without scaling may have."""
 NEEDS_FACTOR = frozenset({"linear", "dynamic", "llama3", "yarn"})
 SAME_ROPE_TYPES = frozenset({"longrope", "su"})
-"""Two names of one rotary type, so a configuration may have either name in `rope_type` and in `type`."""
+"""Two names of one rotary type: a configuration may have one name in `rope_type` and the other in `type`."""
 MIN_SIMILARITY = 0.82
 """Minimum similarity, from 0 to 1, at which an unknown field name is reported as a misspelling of a known name."""
 ROPE_EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'

@@ -71,15 +71,15 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any | None, counters: EngineCounters, stream_interval: int = 1) -> None:
         if not isinstance(stream_interval, int) or isinstance(stream_interval, bool) or stream_interval < 1:
             raise ValueError(
-                f"stream_interval is {stream_interval!r}; it must be an integer of at least 1 (every token)"
+                f"stream_interval is {stream_interval!r}; it must be an integer of at least 1 (1: every token)"
             )
         self._stream_interval = stream_interval
         self.decoder = TextDecoder(tokenizer) if tokenizer is not None else None
         self._counters = counters
         self._live: dict[Request, Transcript] = {}
         self.on_output: Callable[[RequestOutput], None] | None = None
-        """Listener that is called with every output as soon as it exists; None: outputs are kept for `take_kept`.
-        `Engine.on_output` forwards to this attribute."""
+        """Listener that is called with every output as soon as it exists; None: outputs are kept for
+        `take_kept_outputs`. `Engine.on_output` forwards to this attribute."""
         self._kept: list[RequestOutput] = []
 
     def __len__(self) -> int:
@@ -141,8 +141,8 @@ class OutputProcessor:
             transcript.resume(resumed)
         self._live[request] = transcript
 
-    def so_far(self, request: Request) -> RequestOutput:
-        """An output of a running request, with all tokens so far."""
+    def output_so_far(self, request: Request) -> RequestOutput:
+        """Make an output of a running request, with all tokens that it has generated so far."""
         transcript = self._live[request]
         return RequestOutput(transcript, 0, len(transcript.token_ids))
 
@@ -184,7 +184,7 @@ class OutputProcessor:
                     detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # set if eager
                     transcript.texts.append(detokenizer.feed(token_id))
                     if detokenizer.stop_reason is not None:
-                        outputs.append(self._stop(transcript, now, stops))
+                        outputs.append(self._finish_at_stop(transcript, now, stops))
                         continue
                 if mode == CUMULATIVE:
                     outputs.append(RequestOutput(transcript, 0, len(token_ids)))
@@ -196,13 +196,13 @@ class OutputProcessor:
                 elif mode == CAREFUL and (one := self._process_newest(transcript, now, stops)) is not None:
                     outputs.append(one)
             except Exception as error:  # from the tokenizer, a foreign library
-                outputs.append(self._fail(transcript, error, now, stops))
+                outputs.append(self._finish_with_error(transcript, error, now, stops))
         return outputs + self._finish_without_token(update, now), stops
 
     def _process_runs(
         self, output: SchedulerOutput, update: StepUpdate, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:
-        """`process` for a step that verified drafts, in which a request may get several tokens in one output."""
+        """Process a step that verified drafts, in which a request may get several tokens in one output."""
         outputs: list[RequestOutput] = []
         stops: list[StopFound] = []
         token_ids, start = update.token_ids.tolist(), 0
@@ -224,18 +224,18 @@ class OutputProcessor:
                 if transcript.is_eager and transcript.detokenizer is not None:
                     transcript.make_text(len(transcript.token_ids))
                     if transcript.detokenizer.stop_reason is not None:
-                        return self._stop(transcript, now, stops, num_reported)
+                        return self._finish_at_stop(transcript, now, stops, num_reported)
             transcript.token_ids.append(run[-1])
             return self._process_newest(transcript, now, stops, num_reported)
         except Exception as error:  # from the tokenizer, a foreign library
-            return self._fail(transcript, error, now, stops, num_reported)
+            return self._finish_with_error(transcript, error, now, stops, num_reported)
 
     def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:
         """Make the last outputs of requests that finished without a token, because their rows had errors."""
         failed = [self._live[request] for request in update.finished if request in self._live]
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
-    def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
+    def record_admission(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
         """Store, at an admission of a request, the time (if it is the first admission) and the number of tokens loaded
         from outside the pool."""
         transcript = self._live.get(request)
@@ -246,7 +246,7 @@ class OutputProcessor:
         if transcript.metrics.first_token_time is None:  # the request may have been preempted before
             transcript.metrics.num_external_tokens = num_external_tokens
 
-    def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
+    def make_last_output(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
         """Return the last output of a request that was finished outside a step, possibly by an error; None if the
         request is unknown."""
         transcript = self._live.get(request)
@@ -255,14 +255,14 @@ class OutputProcessor:
         transcript.error = error
         return self._finish(transcript, len(transcript.token_ids), now)
 
-    def end_all(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
+    def make_last_outputs(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
         """Return the last outputs of requests that the scheduler has finished, unless they were returned before."""
-        return [output for request in requests if (output := self.end(request, now)) is not None]
+        return [output for request in requests if (output := self.make_last_output(request, now)) is not None]
 
     # ---------------------------------------------------------------------------------------- handing outputs out
 
-    def hand_out(self, outputs: list[RequestOutput]) -> None:
-        """Pass outputs to `on_output`, or keep them for `take_kept`."""
+    def deliver_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Pass outputs to `on_output`, or keep them for `take_kept_outputs`."""
         if self.on_output is None:
             self._kept += outputs
         else:
@@ -270,11 +270,11 @@ class OutputProcessor:
                 self.on_output(output)
 
     @property
-    def has_kept(self) -> bool:
-        """Whether `take_kept` would return any outputs."""
+    def has_kept_outputs(self) -> bool:
+        """Whether outputs are kept for `take_kept_outputs`."""
         return bool(self._kept)
 
-    def take_kept(self) -> list[RequestOutput]:
+    def take_kept_outputs(self) -> list[RequestOutput]:
         """Return the outputs that were kept since the last call."""
         outputs, self._kept = self._kept, []
         return outputs
@@ -300,7 +300,7 @@ class OutputProcessor:
             transcript.mode += EAGER
             transcript.make_text(num_tokens)
             if transcript.detokenizer is not None and transcript.detokenizer.stop_reason is not None:
-                return self._stop(transcript, now, stops, num_reported)
+                return self._finish_at_stop(transcript, now, stops, num_reported)
         if kind is RequestOutputKind.FINAL_ONLY:
             return None
         if is_spaced:
@@ -315,7 +315,7 @@ class OutputProcessor:
         transcript.num_reported = len(transcript.token_ids)
         return RequestOutput(transcript, start, transcript.num_reported)
 
-    def _stop(
+    def _finish_at_stop(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
     ) -> RequestOutput:
         """Finish a running request whose newest token completed a stop string."""
@@ -324,7 +324,7 @@ class OutputProcessor:
         stops.append(StopFound(output.request_id, num_tokens, str(output.stop_reason)))
         return output
 
-    def _fail(
+    def _finish_with_error(
         self,
         transcript: Transcript,
         error: Exception,
@@ -361,7 +361,7 @@ class OutputProcessor:
         if transcript.is_eager and transcript.detokenizer is not None:
             try:
                 transcript.make_text(len(transcript.token_ids))
-                transcript.make_rest()
+                transcript.make_remaining_text()
             except Exception as error:
                 failure = _give_up_text(transcript, error)
             stop = transcript.detokenizer.stop_reason

@@ -199,9 +199,9 @@ class Transcript:
         if not self._has_begun and self.detokenizer is not None:
             self._has_begun = True
             prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
-            self.detokenizer.begin_behind(prompt)
+            self.detokenizer.continue_prompt(prompt)
 
-    def make_rest(self) -> str:
+    def make_remaining_text(self) -> str:
         """Make and return the text that is settled only because no token follows; called after `make_text` for all
         tokens."""
         if self._rest is None:
@@ -223,11 +223,11 @@ class Transcript:
             if self._final_text is None:  # no text has been read: decoding all tokens in one call is fastest
                 self._begin_text()
                 shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
-                self._final_text = self.detokenizer.whole(shown)
+                self._final_text = self.detokenizer.decode_rest(shown)
             return self._final_text
         self.make_text(end)
         text = "".join(self.texts[start:end])
-        return text + self.make_rest() if to_the_end else text
+        return text + self.make_remaining_text() if to_the_end else text
 
     def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
         """Set the reason of the request's finish; no token will follow."""
@@ -277,7 +277,7 @@ class Transcript:
         if decoder is None:
             return None
         if self.skips_special_tokens and decoder.is_special(token_id):
-            return decoder.name(token_id)
+            return decoder.token_name(token_id)
         return decoder.token_bytes(token_id)
 
     def pieces(self, start: int, end: int) -> list[Piece]:
@@ -287,9 +287,9 @@ class Transcript:
         if self.decoder is None:
             return pieces
         if self.has_hidden_end and start < end == len(self.token_ids):
-            pieces[-1] = self.decoder.name(self.token_ids[-1])
+            pieces[-1] = self.decoder.token_name(self.token_ids[-1])
         first = self._find_first_shown(end)
-        if start <= first < end and isinstance(pieces[first - start], bytes) and self._begins_text():
+        if start <= first < end and isinstance(pieces[first - start], bytes) and self._is_at_text_start():
             pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])
         return pieces
 
@@ -302,7 +302,7 @@ class Transcript:
         self._num_unshown = index
         return index
 
-    def _begins_text(self) -> bool:
+    def _is_at_text_start(self) -> bool:
         """Whether the text of the first generated token is the beginning of a text, because the prompt has no text."""
         prompt = self.request.prompt_token_ids.tolist()
         return not self._is_verbatim and not any(
@@ -424,10 +424,14 @@ class RequestOutput:
         start = 0
         if previous is not None:
             if previous._transcript is not self._transcript:
-                raise ValueError(f"an output of {previous.request_id!r} precedes none of {self.request_id!r}")
+                raise ValueError(
+                    f"previous is an output of request {previous.request_id!r}; give one of request {self.request_id!r}"
+                )
             start = previous._end
             if start > self._end:
-                raise ValueError(f"the output given has {start} tokens, and this one only {self._end}; swap the two")
+                raise ValueError(
+                    f"previous has {start} tokens, but this output has only {self._end}; call since of the later output"
+                )
         return RequestOutput(self._transcript, start, self._end, self.finished)
 
     @property

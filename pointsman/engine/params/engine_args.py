@@ -52,7 +52,7 @@ not added."""
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
     "kv_groups": "the engine derives the groups from the model's layers, unless disable_hybrid_kv_cache_manager is set",
-    "enable_kv_cache_events": "events are kept when kv_events_config says where to publish them",
+    "enable_kv_cache_events": "the engine sets it when kv_events_config says where to publish events",
     "max_loras": "the engine has no adapters",
     "encoder_budget": "the engine has no encoder inputs",
     "encoder_cache_size": "the engine has no encoder inputs",
@@ -62,7 +62,7 @@ SCHEDULER_NAMES = frozenset(field.name for field in fields(SchedulerConfig)) - _
 """Names of the scheduler's knobs that an engine accepts."""
 
 
-def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
+def with_defaults(knobs: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
     """Return the given knobs and, for knobs not given, an engine's defaults, as fields of `SchedulerConfig`.
 
     Args:
@@ -72,16 +72,16 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
         TypeError: the scheduler has no such knob.
         ConfigError: a knob would have no effect in an engine.
     """
-    for name, value in given.items():
+    for name, value in knobs.items():
         if name in _NOT_TAKEN:
             raise ConfigError(f"{name} is {value!r}, but {_NOT_TAKEN[name]}; leave it out")
         if name not in SCHEDULER_NAMES:
             raise TypeError(f"Engine has no argument {name!r}, and SchedulerConfig has no such field")
-    return {**scheduler_defaults(given, device_type), **given}
+    return {**scheduler_defaults(knobs, device_type), **knobs}
 
 
-def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
-    """An engine's default scheduler knobs, which depend on the `given` knobs.
+def scheduler_defaults(knobs: Mapping[str, Any], device_type: str) -> dict[str, Any]:
+    """An engine's default scheduler knobs, which depend on the given `knobs`.
 
     On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need one step in flight. A
     token budget below the default `max_num_seqs` lowers this default, as in vLLM.
@@ -89,9 +89,9 @@ def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, 
     if device_type != "cuda":
         return dict(SCHEDULER_DEFAULTS)
     defaults = dict(GPU_DEFAULTS)
-    if given.get("num_draft_tokens"):
+    if knobs.get("num_draft_tokens"):
         defaults["max_steps_in_flight"] = 1
-    budget = given.get("max_num_batched_tokens")
+    budget = knobs.get("max_num_batched_tokens")
     if isinstance(budget, int) and 0 < budget < defaults["max_num_seqs"]:
         defaults["max_num_seqs"] = budget
     return defaults
@@ -123,12 +123,12 @@ def check_utilization(value: object, device_type: str) -> None:
         )
 
 
-def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_prefill_gap(knobs: Mapping[str, Any]) -> dict[str, Any]:
     """Add the token limit `PREFILL_GAP` to the arguments of an engine that streams, unless the arguments set
     `token_limits` (also to an empty list) or one of `CHUNK_KNOBS`."""
     defaults = {field.name: field.default for field in fields(SchedulerConfig)}
-    has_own = "token_limits" in given or any(given.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
-    return dict(given) if has_own else {**given, "token_limits": (PREFILL_GAP,)}
+    has_own = "token_limits" in knobs or any(knobs.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
+    return dict(knobs) if has_own else {**knobs, "token_limits": (PREFILL_GAP,)}
 
 
 # ------------------------------------------------------------------------------------------- KV outside the pool
@@ -154,8 +154,8 @@ class KVKnobs:
         return self.kv_offload_bytes is not None or self.kv_store is not None
 
     @property
-    def loads_later(self) -> bool:
-        """Whether requests may wait until their KV is loaded from the KV store."""
+    def may_wait_for_loads(self) -> bool:
+        """Whether requests may have to wait until KV is loaded from the KV store, because this engine reads a store."""
         return self.kv_store is not None and self.kv_store_role != "producer"
 
     def check(self, config: SchedulerConfig) -> None:
@@ -180,12 +180,16 @@ class KVKnobs:
                 'kv_offload_bytes, or use "recompute"'
             )
         if self.kv_store_role == "consumer" and self.kv_store_bytes is not None:
-            raise _without_effect("kv_store_bytes", self.kv_store_bytes, "a consumer writes nothing; set it elsewhere")
+            raise _without_effect(
+                "kv_store_bytes",
+                self.kv_store_bytes,
+                "an engine with kv_store_role consumer writes nothing; set it in the engines that write",
+            )
         for name in ("kv_offload_bytes", "kv_store"):
             if getattr(self, name) is not None and not config.enable_prefix_caching:
                 raise _without_effect(name, getattr(self, name), "enable_prefix_caching is off; switch it on")
         for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
-            if getattr(config, name) != default and not self.loads_later:
+            if getattr(config, name) != default and not self.may_wait_for_loads:
                 why = "no request waits for KV; give a kv_store, in the role both or consumer"
                 raise _without_effect(name, getattr(config, name), why)
 
@@ -247,17 +251,17 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     method = values.pop("method", None)
     if method != "ngram":
         raise ConfigError(
-            f'speculative_config: method is {method!r}; the only supported method is "ngram", prompt lookup'
+            f'speculative_config: method is {method!r}; the only supported method is "ngram" (prompt lookup)'
         )
     for key in values:
         if key not in SPECULATIVE_KEYS:
-            remedy = SPECULATIVE_REMEDIES.get(key, f"known are method, {', '.join(SPECULATIVE_KEYS)}")
+            remedy = SPECULATIVE_REMEDIES.get(key, f"supported are method, {', '.join(SPECULATIVE_KEYS)}")
             raise ConfigError(f"speculative_config: {key} is not supported; {remedy}")
     tokens = values.get("num_speculative_tokens")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
             f"speculative_config: num_speculative_tokens is {tokens!r}; it must be an integer of at least 1, the "
-            "maximum number of drafts of a request and step"
+            "maximum number of draft tokens of a request in a step"
         )
     for one, other in (("prompt_lookup_min", "prompt_lookup_max"), ("prompt_lookup_max", "prompt_lookup_min")):
         if one in values:
@@ -286,11 +290,11 @@ def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngra
             raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1, a number of tokens")
     if min_ngram > max_ngram:
         raise ConfigError(
-            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max {max_ngram}; lower it or raise that"
+            f"prompt_lookup_min is {min_ngram}, more than prompt_lookup_max, {max_ngram}; lower prompt_lookup_min"
         )
     if config.num_draft_tokens and config.max_steps_in_flight > 1:
         raise ConfigError(
             f"num_draft_tokens is {config.num_draft_tokens} and max_steps_in_flight {config.max_steps_in_flight}: "
-            "drafts continue the newest token, which a step scheduled ahead does not know; leave one at its default"
+            "drafts need the newest token, which is not known with several steps in flight; set only one of these knobs"
         )
     return min_ngram, max_ngram

@@ -105,7 +105,7 @@ def prepare_schema(schema: Any) -> Any:
     raise ValueError(f"the JSON schema is nested too deeply, and the maximum is {MAX_NESTING} levels; flatten it")
 
 
-def map_within(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int, ...]], Any]) -> dict[str, Any]:
+def map_subschemas(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int, ...]], Any]) -> dict[str, Any]:
     """Copy a schema with its direct subschemas replaced.
 
     Args:
@@ -166,17 +166,17 @@ class _Preparation:
             )
         if not schema:
             return {}
-        problem = _problem(schema)
+        problem = _find_problem(schema)
         if problem:
             raise ValueError(f"the JSON schema cannot be enforced at {_path_text(path)}: {problem}")
 
-        def within(one: Any, steps: tuple[str | int, ...]) -> Any:
+        def prepare_subschema(one: Any, steps: tuple[str | int, ...]) -> Any:
             place = path
             for step in steps:
                 place = (place, step)
             return self._prepare(one, place, depth + 1)
 
-        prepared = map_within(schema, within)
+        prepared = map_subschemas(schema, prepare_subschema)
         types = _types(schema)
         if "object" in types and not any(key in schema for key in _SAYS_OBJECT):
             prepared["additionalProperties"] = True
@@ -193,7 +193,7 @@ class _Preparation:
         reference = schema.get("$ref")
         if reference not in (None, "#"):
             if reference not in self._names:
-                self._targets.append((reference, self._target(reference, path)))
+                self._targets.append((reference, self._find_target(reference, path)))
                 self._names[reference] = str(len(self._names))
             prepared["$ref"] = f"#/$defs/{self._names[reference]}"
         return prepared
@@ -206,7 +206,7 @@ class _Preparation:
         tags: dict[str, list[str]] | None = None
         for option in options:
             if isinstance(option, Mapping) and "$ref" in option:
-                option = self._target(option["$ref"], path)
+                option = self._find_target(option["$ref"], path)
             found = _types(option) if isinstance(option, Mapping) else []
             if not found or id(option) in seen or not all(isinstance(one, str) for one in found):
                 return False
@@ -236,7 +236,7 @@ class _Preparation:
                     tags[name] = list(dict.fromkeys(values))
         return tags
 
-    def _target(self, reference: str, path: _Path) -> Any:
+    def _find_target(self, reference: str, path: _Path) -> Any:
         """Find the subschema to which a `$ref` points (RFC 6901, as the fragment of a URI).
 
         Raises:
@@ -253,7 +253,7 @@ class _Preparation:
             else:
                 raise ValueError(
                     f"the JSON schema cannot be enforced at {_path_text(path)}: $ref is {_shown(reference)}, "
-                    "and there is nothing in this place; describe it there"
+                    "and the schema has nothing at this path; add the definition or correct $ref"
                 )
         return target
 
@@ -270,7 +270,7 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
         schema["minimum"] = -_LARGEST if min(schema[key] for key in upper) > -_LARGEST else -_INT64
 
 
-def _problem(schema: Mapping[str, Any]) -> str | None:
+def _find_problem(schema: Mapping[str, Any]) -> str | None:
     """The first problem of a schema, with the remedy; subschemas are not checked. None: there is no problem."""
     for key in () if _IGNORED.isdisjoint(schema) else NEVER:
         if schema.get(key) not in (None, False):
@@ -291,14 +291,14 @@ def _problem(schema: Mapping[str, Any]) -> str | None:
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         return "'allOf' has more than one schema; merge them"
     return (
-        _problem_of_values(schema)
-        or _problem_of_bounds(schema)
-        or _problem_of_strings(schema)
-        or _problem_of_objects(schema)
+        _find_problem_of_values(schema)
+        or _find_problem_of_bounds(schema)
+        or _find_problem_of_strings(schema)
+        or _find_problem_of_objects(schema)
     )
 
 
-def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
+def _find_problem_of_values(schema: Mapping[str, Any]) -> str | None:
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     types = _types(schema)
     unknown = [one for one in types if not isinstance(one, str) or one not in _OF_TYPE]
@@ -314,7 +314,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     beside = sorted(set(schema) - _ANNOTATIONS - {"enum", "const", "type"})
     if beside or ("enum" in schema and "const" in schema):
         return f"values are listed beside {beside[0] if beside else 'const'!r}; list those that hold"
-    large = _large_number(values)
+    large = _find_large_number(values)
     if large is not None:
         return f"a value holds {_shown(large)}, which is no number of 64 bits; write it as text"
     types = list(dict.fromkeys(types))  # each value is compared with all of them
@@ -322,7 +322,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     return f"the value {_shown(wrong[0])} is not of the type {'/'.join(types)}; remove it" if wrong else None
 
 
-def _large_number(values: list[Any]) -> int | None:
+def _find_large_number(values: list[Any]) -> int | None:
     """Find an integer in the values, nested ones included, that the compiler would round; None: there is none."""
     within = list(values)
     while within:
@@ -334,7 +334,7 @@ def _large_number(values: list[Any]) -> int | None:
     return None
 
 
-def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
+def _find_problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
     """The first problem of a schema with lengths, counts and ranges; None: there is no problem."""
     for minimum, maximum in _LENGTHS:
         for key in (minimum, maximum):
@@ -355,13 +355,13 @@ def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
     if low > high:
         return f"no number is at least {low} and at most {high}; swap them"
     digits = BOUND_DIGITS if "number" in _types(schema) else 0
-    if low > -_EXACT and high < _EXACT and _is_empty(schema, digits):
+    if low > -_EXACT and high < _EXACT and _excludes_all_numbers(schema, digits):
         what = f"of {digits} digits behind the point" if digits else "that is an integer"
         return f"between {low} and {high} is no number {what}; widen the range"
     return None
 
 
-def _is_empty(schema: Mapping[str, Any], digits: int) -> bool:
+def _excludes_all_numbers(schema: Mapping[str, Any], digits: int) -> bool:
     """Whether no number with at most `digits` digits after the point is within the schema's bounds. The schema has a
     bound on each side."""
     bounds = {key: Decimal(str(schema[key])).scaleb(digits) for key in _BOUNDS if key in schema}
@@ -372,7 +372,7 @@ def _is_empty(schema: Mapping[str, Any], digits: int) -> bool:
     return max(lower) > min(upper)
 
 
-def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
+def _find_problem_of_strings(schema: Mapping[str, Any]) -> str | None:
     form, pattern = schema.get("format"), schema.get("pattern")
     if form is not None and "string" in _types(schema) and form not in FORMATS:
         return f"the format {_shown(form)} is not known; use one of {', '.join(FORMATS)}, or a pattern"
@@ -388,7 +388,7 @@ def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
+def _find_problem_of_objects(schema: Mapping[str, Any]) -> str | None:
     patterns, properties = schema.get("patternProperties"), schema.get("properties")
     if "propertyNames" in schema:
         beside = [key for key in ("patternProperties", "properties", "unevaluatedProperties") if key in schema]

@@ -155,17 +155,19 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         """Check the parameters that have token ids; sequences become tuples, and `logit_bias` is copied."""
-        stop_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        self._set("stop_token_ids", _token_ids("a stop token id", stop_ids))
+        stop_ids = _checked_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        self._set("stop_token_ids", _checked_token_ids("a stop token id", stop_ids))
         if self.allowed_token_ids is not None:
-            allowed = _items("allowed_token_ids", self.allowed_token_ids, "a list of token ids, or None for all")
-            self._set("allowed_token_ids", _token_ids("an id in allowed_token_ids", allowed))
+            allowed = _checked_tuple(
+                "allowed_token_ids", self.allowed_token_ids, "a list of token ids, or None for all"
+            )
+            self._set("allowed_token_ids", _checked_token_ids("an id in allowed_token_ids", allowed))
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids is empty; name one token or more, or leave it None for all")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
-            _token_ids("an id in logit_bias", self.logit_bias)
+            _checked_token_ids("an id in logit_bias", self.logit_bias)
             for token_id, bias in self.logit_bias.items():
                 _check_range(f"logit_bias of token {token_id}", bias, -LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT, 0)
             self._set("logit_bias", dict(self.logit_bias) or None)
@@ -179,8 +181,8 @@ class SamplingParams:
 
     def _check_text(self) -> None:
         """Check the parameters that concern text; `stop` and `bad_words` become tuples of non-empty strings."""
-        self._set("stop", _strings("stop", self.stop))
-        self._set("bad_words", _strings("bad_words", self.bad_words))
+        self._set("stop", _checked_strings("stop", self.stop))
+        self._set("bad_words", _checked_strings("bad_words", self.bad_words))
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -223,7 +225,9 @@ class SamplingParams:
         for name, token_ids in (("logit_bias", self.logit_bias), ("allowed_token_ids", self.allowed_token_ids)):
             worst = max(token_ids or (), default=0)
             if worst >= vocab_size:
-                raise ValueError(f"{name} names token {worst}, and the model's vocabulary has {vocab_size}; remove it")
+                raise ValueError(
+                    f"{name} names token {worst}, and the model's vocabulary has {vocab_size} tokens; remove it"
+                )
 
     @property
     def has_penalties(self) -> bool:
@@ -252,11 +256,11 @@ _NAMES = tuple(one.name for one in fields(SamplingParams))
 _VALUES: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
-def _check_number(name: str, value: object, wanted: str) -> None:
+def _check_number(name: str, value: object, requirement: str) -> None:
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} is too large a number; it must be {wanted}")  # its digits would fill the screen
+        raise ValueError(f"{name} is too large a number; it must be {requirement}")  # its digits would fill the screen
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+        raise ValueError(f"{name} is {value!r}; it must be {requirement}")
 
 
 def _check_int(name: str, value: object, minimum: int, remedy: str) -> None:
@@ -266,14 +270,14 @@ def _check_int(name: str, value: object, minimum: int, remedy: str) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}: {remedy}")
 
 
-def _check_range(name: str, value: object, minimum: float, maximum: float, off: float) -> None:
-    wanted = f"between {minimum:g} and {maximum:g} ({off:g} turns it off)"
-    _check_number(name, value, wanted)
+def _check_range(name: str, value: object, minimum: float, maximum: float, neutral: float) -> None:
+    requirement = f"between {minimum:g} and {maximum:g} ({neutral:g} turns it off)"
+    _check_number(name, value, requirement)
     if not minimum <= value <= maximum:  # type: ignore[operator]
-        raise ValueError(f"{name} is {value}; it must be {wanted}")
+        raise ValueError(f"{name} is {value}; it must be {requirement}")
 
 
-def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
+def _checked_token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
     ids = tuple(token_ids)
     for token_id in ids:
         _check_int(name, token_id, 0, "give ids of the model's vocabulary")
@@ -282,15 +286,15 @@ def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
     return ids
 
 
-def _items(name: str, values: Iterable[Any] | None, wanted: str) -> tuple[Any, ...]:
+def _checked_tuple(name: str, values: Iterable[Any] | None, requirement: str) -> tuple[Any, ...]:
     try:
         return () if values is None else tuple(values)
     except TypeError:  # not iterable
-        raise ValueError(f"{name} is {values!r}; it must be {wanted}") from None
+        raise ValueError(f"{name} is {values!r}; it must be {requirement}") from None
 
 
-def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else _items(name, value, "a list of strings")
+def _checked_strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else _checked_tuple(name, value, "a list of strings")
     for one in strings:
         if not isinstance(one, str) or not one:
             raise ValueError(f"{name} holds {one!r}; it must hold strings of one character or more")

@@ -23,7 +23,7 @@ MAX_WHITESPACE = 16
 """Maximum consecutive whitespace characters between the elements of JSON: enough for a new line indented by 15. Without
 a limit, a model may write whitespace up to its token limit."""
 
-_WAYS = ("json", "regex", "choice", "grammar", "json_object")
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class GrammarSpec(NamedTuple):
@@ -65,36 +65,36 @@ class StructuredOutputsParams:
     """The grammar for the compiler."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _WAYS if getattr(self, name) not in (None, False)]
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            what = " and ".join(given) if given else "none of them"
-            raise ValueError(f"structured_outputs has {what}; give exactly one of {', '.join(_WAYS)}")
+            what = " and ".join(given) if given else "no form"
+            raise ValueError(f"structured_outputs has {what}; give exactly one of {', '.join(_FORMS)}")
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        way = given[0]
-        if way == "choice":
+        form = given[0]
+        if form == "choice":
             object.__setattr__(self, "choice", _checked_choices(self.choice))
-        kind: Literal["json", "regex", "ebnf"] = "json" if way.startswith("json") else "ebnf"
-        text = self._grammar_text(way)
-        if way == "regex":
+        kind: Literal["json", "regex", "ebnf"] = "json" if form.startswith("json") else "ebnf"
+        text = self._grammar_text(form)
+        if form == "regex":
             kind = "regex"
-        _check_text(way, text)
+        _check_text(form, text)
         any_whitespace = kind != "json" or not self.disable_any_whitespace
         object.__setattr__(self, "spec", GrammarSpec(kind, text, any_whitespace))
 
-    def _grammar_text(self, way: str) -> str:
-        if way == "json":
+    def _grammar_text(self, form: str) -> str:
+        if form == "json":
             return _schema_text(self.json)
-        if way == "json_object":
+        if form == "json_object":
             if self.json_object is not True:
                 raise ValueError(f"json_object is {self.json_object!r}; it must be True or False")
             return '{"type": "object"}'
-        if way == "choice":
+        if form == "choice":
             return "root ::= " + " | ".join(_quoted(one) for one in self.choice or ())
-        text = getattr(self, way)
+        text = getattr(self, form)
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{way} is {_shown(text)}; it must be text of at least one character")
+            raise ValueError(f"{form} is {_shown(text)}; it must be text of at least one character")
         return text
 
 
@@ -123,7 +123,7 @@ def _dumped(value: object) -> str:
     try:
         return json_module.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"json holds what JSON cannot express: {error}; give a JSON schema") from None
+        raise ValueError(f"json has a value that JSON cannot express: {error}; give a JSON schema") from None
     except RecursionError:
         raise ValueError("json is nested too deeply; flatten the schema") from None
 
@@ -157,15 +157,15 @@ def _quoted(text: str) -> str:
     return '"' + "".join(pieces) + '"'
 
 
-def _check_text(way: str, text: str) -> None:
-    if "\x00" in text or (way == "json" and "\\u0000" in text):
-        raise ValueError(f"{way} holds a NUL character; remove it")
+def _check_text(form: str, text: str) -> None:
+    if "\x00" in text or (form == "json" and "\\u0000" in text):
+        raise ValueError(f"{form} holds a NUL character; remove it")
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise ValueError(f"{way} is not valid Unicode (a lone surrogate); remove it") from None
+        raise ValueError(f"{form} is not valid Unicode (a lone surrogate); remove it") from None
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"{way} takes {num_bytes:,} bytes, and the maximum is {MAX_GRAMMAR_BYTES:,}; shorten it")
+        raise ValueError(f"{form} takes {num_bytes:,} bytes, and the maximum is {MAX_GRAMMAR_BYTES:,}; shorten it")
 
 
 def _shown(value: object) -> str:

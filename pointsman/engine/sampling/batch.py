@@ -21,7 +21,7 @@ import numpy as np
 from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
-from pointsman.engine.errors import row_failure
+from pointsman.engine.errors import failure_detail
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.race import derive_seed, mix_seed, row_keys
 
@@ -118,14 +118,14 @@ class SamplingColumns:
                 self.failures.pop(request, None)
             except Exception as error:  # an error of this request's parameters alone
                 self.flags[row] = EDITED
-                self.failures[request] = row_failure(error)
+                self.failures[request] = failure_detail(error)
             self.serial[row] = output.serials[index]
         return admitted
 
-    def _grow(self, least: int) -> None:
-        """Grow the columns to `least` rows or to twice their size, so that growing is rare. The serial of new rows is
+    def _grow(self, min_rows: int) -> None:
+        """Grow the columns to `min_rows` rows or to twice their size, so that growing is rare. New rows have the serial
         0, because serials of admissions start at 1."""
-        more = max(least, 2 * len(self.serial)) - len(self.serial)
+        more = max(min_rows, 2 * len(self.serial)) - len(self.serial)
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
@@ -182,7 +182,7 @@ class SamplingColumns:
             batch.prompt_logprobs = list(zip(index.tolist(), wanted.tolist(), strict=True))
         return batch
 
-    def edited(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
-        """Indices in `sampling` of the rows whose requests edit logits, and so have an `EditedRow`."""
+    def edited_rows(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
+        """Indices in `sampling` of the rows whose requests change logits, and so need an `EditedRow`."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found

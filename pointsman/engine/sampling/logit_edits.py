@@ -34,7 +34,7 @@ from torch import Tensor
 
 from pointsman.core.state.request import Request
 from pointsman.engine.arrays import Float32Array, Int64Array
-from pointsman.engine.errors import row_failure
+from pointsman.engine.errors import failure_detail
 from pointsman.engine.grammar.matcher import RequestGrammar, TokenMasks
 from pointsman.engine.params.sampling import SamplingParams
 
@@ -60,10 +60,10 @@ class TokenCounts:
 
     @property
     def known(self) -> Int64Array:
-        """The distinct tokens that were arguments of `add` or `note`."""
+        """The distinct tokens that were arguments of `add` or `add_uncounted`."""
         return self._known[: self._num_known]
 
-    def note(self, token_ids: npt.NDArray[np.integer]) -> None:
+    def add_uncounted(self, token_ids: npt.NDArray[np.integer]) -> None:
         """Add tokens to `known` without counting them (used for the tokens of a prompt)."""
         token_ids = token_ids[token_ids < len(self.counts)]
         new = np.unique(token_ids[~self._is_known[token_ids]])
@@ -77,7 +77,7 @@ class TokenCounts:
     def add(self, token_ids: npt.NDArray[np.integer]) -> None:
         """Count further tokens of the sequence."""
         token_ids = token_ids[token_ids < len(self.counts)]
-        self.note(token_ids)
+        self.add_uncounted(token_ids)
         np.add.at(self.counts, token_ids, 1)
 
 
@@ -191,7 +191,7 @@ class EditedRow:
             self._counts = TokenCounts(self._vocab_size)
             self._num_counted = 0
             if params.repetition_penalty != 1:
-                self._counts.note(self._request.prompt_token_ids)
+                self._counts.add_uncounted(self._request.prompt_token_ids)
         if self._num_counted < num_output:
             new = self._request.output_since(self._num_counted)[: num_output - self._num_counted]
             self._counts.add(new)
@@ -271,7 +271,7 @@ class LogitEdits:
             try:
                 edit.finish(self, token_ids)
             except Exception as error:
-                errors[edit.row] = row_failure(error)
+                errors[edit.row] = failure_detail(error)
         self.unfinished.clear()
         return errors
 

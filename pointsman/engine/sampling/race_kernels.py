@@ -63,17 +63,17 @@ def draw_rows(
     for i in range(num_rows):
         has_top_k = 0 < top_k[i] < vocab_size
         if not has_top_k and top_p[i] >= 1.0 and min_p[i] <= 0.0:
-            tokens[i] = _race_all(probs[i], keys[i])
+            tokens[i] = _race_all_tokens(probs[i], keys[i])
             continue
         min_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
         is_whole = not has_top_k and min_p[i] <= 0.0
-        if is_whole:  # tokens below `least` sum to less than 1 - top_p, so none is in the nucleus
-            least = _ALMOST * (1.0 - top_p[i]) / vocab_size
+        if is_whole:  # tokens below `min_prob` sum to less than 1 - top_p, so none is in the nucleus
+            min_prob = _ALMOST * (1.0 - top_p[i]) / vocab_size
         else:
-            least = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
+            min_prob = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
         count = 0
         for t in range(vocab_size):
-            if logits[i, t] >= min_logit and probs[i, t] >= least:
+            if logits[i, t] >= min_logit and probs[i, t] >= min_prob:
                 candidates[count] = t
                 count += 1
         if top_p[i] < 1.0:
@@ -82,8 +82,8 @@ def draw_rows(
                 total = 0.0
                 for t in candidates[:count]:
                     total += probs[i, t]
-            least = max(least, _min_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
-        tokens[i] = _race(probs[i], candidates[:count], least, keys[i])
+            min_prob = max(min_prob, _min_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
+        tokens[i] = _race_candidates(probs[i], candidates[:count], min_prob, keys[i])
 
 
 @njit(nogil=True, inline="always")
@@ -96,7 +96,7 @@ def _uniform(key: np.uint64, t: int) -> float:
 
 
 @_compiled
-def _race_all(probs: Float32Array, key: np.uint64) -> int:
+def _race_all_tokens(probs: Float32Array, key: np.uint64) -> int:
     best, winner = 0.0, 0
     for t in range(len(probs)):
         uniform = _uniform(key, t)
@@ -108,10 +108,10 @@ def _race_all(probs: Float32Array, key: np.uint64) -> int:
 
 
 @_compiled
-def _race(probs: Float32Array, candidates: Int64Array, least: float, key: np.uint64) -> int:
+def _race_candidates(probs: Float32Array, candidates: Int64Array, min_prob: float, key: np.uint64) -> int:
     best, winner = 0.0, candidates[0] if len(candidates) else 0
     for t in candidates:
-        if probs[t] < least:
+        if probs[t] < min_prob:
             continue
         uniform = _uniform(key, t)
         if probs[t] > best * (1.0 - uniform):
@@ -171,13 +171,13 @@ def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -
             inside[count] = probs[t]
             count += 1
     ordered = np.sort(inside[:count])
-    least = 0.0
+    min_prob = 0.0
     for at in range(count - 1, -1, -1):
         if before >= limit:
             break
-        least = ordered[at]
-        before += least
-    return least
+        min_prob = ordered[at]
+        before += min_prob
+    return min_prob
 
 
 @njit(nogil=True, inline="always")

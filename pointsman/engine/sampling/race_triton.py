@@ -53,7 +53,7 @@ jit: Any = triton.jit
 of their parameters, and refuses names such as Any."""
 
 SPLIT = tl.constexpr(4096)
-"""Number of tokens of one program. It does not depend on the number of rows, so a row's results do not, either."""
+"""Number of tokens of one program. It does not depend on the number of rows, so a row's results do not depend on it."""
 CHUNK = tl.constexpr(1024)
 """Number of tokens of a split that are raced or counted together."""
 LIST_CHUNK = tl.constexpr(512)
@@ -115,7 +115,9 @@ class DeviceParameters:
             ValueError: the batch has more than n rows.
         """
         if batch.num_rows > n:
-            raise ValueError(f"the batch has {batch.num_rows} rows, and the columns only {n}; use columns of more rows")
+            raise ValueError(
+                f"the batch has {batch.num_rows} rows, and the columns have only {n}; make columns for more rows"
+            )
         random = batch.random
         temperature = np.zeros(n, dtype=np.float32)
         temperature[random] = batch.temperature
@@ -151,7 +153,7 @@ class DeviceRace:
             raise ValueError(f"max_rows is {max_rows}; it must be 1 or more")
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(
-                f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB_SIZE}; sample such a model elsewhere"
+                f"vocab_size is {vocab_size}; it must be 1 to {MAX_VOCAB_SIZE}; run a larger model on a CPU"
             )
         self.max_rows = max_rows
         self.vocab_size = vocab_size
@@ -179,7 +181,7 @@ class DeviceRace:
         Raises:
             ValueError: a shape, dtype or stride of an argument is not as described.
         """
-        num_rows = self._check(logits, parameters, tokens, ok)
+        num_rows = self._check_arguments(logits, parameters, tokens, ok)
         if not num_rows:
             return
         own = (logits, logits.stride(0), self.vocab_size)
@@ -220,14 +222,15 @@ class DeviceRace:
         self.choose(logits, parameters, tokens, ok)
         return tokens.cpu().numpy(), ok.cpu().numpy().astype(np.bool_)
 
-    def _check(self, logits: Tensor, parameters: DeviceParameters, tokens: Tensor, ok: Tensor) -> int:
+    def _check_arguments(self, logits: Tensor, parameters: DeviceParameters, tokens: Tensor, ok: Tensor) -> int:
         """Check the arguments of `choose`; returns the number of rows of the logits."""
         if logits.dim() != 2 or logits.shape[1] != self.vocab_size:
             raise ValueError(f"logits are {list(logits.shape)}; they must be [n, {self.vocab_size}]")
         num_rows = len(logits)
         if num_rows > self.max_rows:
             raise ValueError(
-                f"logits have {num_rows} rows, and this race at most {self.max_rows}; make a DeviceRace of more rows"
+                f"logits have {num_rows} rows, but max_rows is {self.max_rows}; make a DeviceRace "
+                "with a larger max_rows"
             )
         if logits.dtype not in _DTYPES or logits.stride(1) != 1:
             raise ValueError(
@@ -267,7 +270,7 @@ def _maxima(
     row, split = tl.program_id(0), tl.program_id(1)
     ids = split * SPLIT + tl.arange(0, SPLIT)
     inside = ids < vocab_size
-    x = _load(logits, row, row_stride, ids, inside)
+    x = _load_logits(logits, row, row_stride, ids, inside)
     x = tl.where(x != x, float("inf"), x)  # NaN is treated as infinity: there is no finite maximum
     top = tl.max(x, 0)
     place = row * tl.num_programs(1) + split
@@ -308,7 +311,7 @@ def _race_or_count(
             min_p = tl.load(min_ps + row)
             while start < end:
                 ids = start + tl.arange(0, CHUNK)
-                weights = _weights(_load(logits, row, row_stride, ids, ids < end), top, temperature)
+                weights = _weights(_load_logits(logits, row, row_stride, ids, ids < end), top, temperature)
                 below = tl.full([], ONE_BITS, tl.int32) - weights.to(tl.int32, bitcast=True)
                 buckets = tl.maximum(below, 0) >> BUCKET_SHIFT
                 histogram += tl.histogram(buckets, NUM_BUCKETS, mask=buckets < NUM_BUCKETS)
@@ -323,8 +326,8 @@ def _race_or_count(
             best, winner = 1.0 / _exponential_times(_random_bits(key, first)), first
             while start < end:
                 ids = start + tl.arange(0, CHUNK)
-                weights = _weights(_load(logits, row, row_stride, ids, ids < end), top, temperature)
-                best, winner = _race(ids, tl.where(weights >= min_p, weights, 0.0), key, best, winner)
+                weights = _weights(_load_logits(logits, row, row_stride, ids, ids < end), top, temperature)
+                best, winner = _race_tokens(ids, tl.where(weights >= min_p, weights, 0.0), key, best, winner)
                 start += CHUNK
             tl.store(bests + place, best)
             tl.store(winners + place, winner)
@@ -355,7 +358,7 @@ def _list_candidates(
             total = _row_mass(masses, row, num_splits, PADDED_SPLITS)
             floor = _floor(counts, row, total, top_k, top_p, tl.load(min_ps + row), vocab_size)
             ids = split * SPLIT + tl.arange(0, SPLIT)
-            weights = _weights(_load(logits, row, row_stride, ids, ids < vocab_size), top, temperature)
+            weights = _weights(_load_logits(logits, row, row_stride, ids, ids < vocab_size), top, temperature)
             is_listed = weights >= floor
             num = tl.sum(is_listed.to(tl.int32), 0)
             if num > 0:  # splits are listed in any order; the search of `_finish` does not depend on it
@@ -408,7 +411,7 @@ def _finish(
             if has_top_k:
                 low = _min_order(source, floor)
                 high = _ordered_int(top).to(tl.int64) + 1
-                lowest = _search(source, floor, lowest, low, high, top_k.to(tl.int64), False)
+                lowest = _find_threshold(source, floor, lowest, low, high, top_k.to(tl.int64), False)
             if top_p < 1.0:
                 if has_top_k:  # top-p applies to the tokens that the other cuts keep
                     none = tl.zeros([NUM_THRESHOLDS], dtype=tl.int32)
@@ -417,14 +420,14 @@ def _finish(
                 limit = tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
                 low = floor.to(tl.int32, bitcast=True).to(tl.int64)
                 high = tl.full([], ONE_BITS + 1, tl.int64)
-                floor = _search(source, floor, lowest, low, high, limit, True).to(tl.float32, bitcast=True)
+                floor = _find_threshold(source, floor, lowest, low, high, limit, True).to(tl.float32, bitcast=True)
             key = tl.load(keys + row).to(tl.uint64, bitcast=True)
             best, token = 1.0 / _exponential_times(_random_bits(key, first)), first
             start = 0
             while start < size:
                 ids, x, weights = _candidates(source, start)
                 kept = (weights >= floor) & (_ordered_int(x) >= lowest)
-                best, token = _race(ids, tl.where(kept, weights, 0.0), key, best, token)
+                best, token = _race_tokens(ids, tl.where(kept, weights, 0.0), key, best, token)
                 start += LIST_CHUNK
         else:
             splits = tl.arange(0, PADDED_SPLITS)
@@ -440,7 +443,7 @@ def _finish(
 
 
 @jit
-def _load(logits: tl.tensor, row: tl.tensor, row_stride: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> Any:
+def _load_logits(logits: tl.tensor, row: tl.tensor, row_stride: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> Any:
     """Logits of the tokens `ids` as float32; minus infinity, as for masked tokens, where `inside` is false."""
     return tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
 
@@ -476,7 +479,7 @@ def _weights(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> Any:
 
 @jit
 def _row_mass(masses: tl.tensor, row: tl.tensor, num_splits: tl.tensor, PADDED_SPLITS: tl.constexpr) -> Any:
-    """The sum of the row's weights that min-p keeps, in units of 1 / UNIT."""
+    """Sum of the weights of the row's tokens that min-p keeps, in units of 1 / UNIT."""
     splits = tl.arange(0, PADDED_SPLITS)
     return tl.sum(tl.load(masses + row * num_splits + splits, mask=splits < num_splits, other=0), 0)
 
@@ -535,7 +538,7 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
     places = start + tl.arange(0, LIST_CHUNK)
     is_listed = places < listed_size
     ids = tl.where(is_listed, tl.load(row_listed + places, mask=is_listed, other=0), places)
-    x = _load(logits, row, row_stride, ids, places < size)
+    x = _load_logits(logits, row, row_stride, ids, places < size)
     return ids, x, _weights(x, top, temperature)
 
 
@@ -578,7 +581,7 @@ def _amounts(
 
 
 @jit
-def _search(
+def _find_threshold(
     source: tl.tuple,
     floor: tl.tensor,
     lowest: tl.tensor,
@@ -621,7 +624,7 @@ def _exponential_times(bits: tl.tensor) -> Any:
 
 
 @jit
-def _race(ids: tl.tensor, weights: tl.tensor, key: tl.tensor, best: tl.tensor, winner: tl.tensor) -> Any:
+def _race_tokens(ids: tl.tensor, weights: tl.tensor, key: tl.tensor, best: tl.tensor, winner: tl.tensor) -> Any:
     """The best score and its token among the tokens `ids` and the winner so far. Tokens of weight 0 are not in the
     race.
 

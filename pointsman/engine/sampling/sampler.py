@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pointsman.core.state.request import Request
 from pointsman.engine.arrays import Float32Array, Int64Array
-from pointsman.engine.errors import GrammarError, first_line, row_failure
+from pointsman.engine.errors import GrammarError, failure_detail, first_line
 from pointsman.engine.grammar.matcher import RequestGrammar
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.pulse import SECONDS_TO_COMPILE, beat
@@ -79,8 +79,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
         kind = torch.device(device).type
-        self._draw_rows = compiled_draw() if kind == "cpu" else None
-        self._device_race = device_race() if kind == "cuda" else None
+        self._draw_rows = import_draw_rows() if kind == "cpu" else None
+        self._device_race = import_device_race() if kind == "cuda" else None
         self._race: DeviceRace | None = None  # made in the first step with random rows
         self._columns = SamplingColumns(seed)
         self._edited: dict[str, EditedRow] = {}  # by request id, while the request has a row
@@ -124,18 +124,18 @@ class Sampler:
             positions: [n] position of each token to be drawn within its sequence.
         """
         if self._edited or self._grammars or self._columns.failures:
-            self._forget(output)
+            self._forget_finished(output)
         for index in self._columns.admit(output):
             self._edited.pop(output.requests[index].request_id, None)
         batch = self._columns.gather(output, sampling, positions)
-        edited = self._columns.edited(output, sampling)
+        edited = self._columns.edited_rows(output, sampling)
         if edited:
             edits = LogitEdits(len(sampling))
             for at in edited:
                 try:
                     self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
                 except Exception as error:  # an error of this row alone: if the step failed, it would fail again
-                    batch.errors[at] = row_failure(error)
+                    batch.errors[at] = failure_detail(error)
             batch.edits = edits if edits else None
         return batch
 
@@ -150,11 +150,13 @@ class Sampler:
             bad_words = bad_word_sequences(self._tokenizer, request.metadata.bad_words)
             grammar = self._grammars.get(request)
             if grammar is None and request.metadata.structured_outputs is not None:
-                raise GrammarError("its grammar was not compiled; add the request through Engine.add_request")
+                raise GrammarError(
+                    "the grammar of the request was not compiled; add the request with Engine.add_request"
+                )
             row = self._edited[request.request_id] = EditedRow(request, serial, self.vocab_size, bad_words, grammar)
         return row
 
-    def _forget(self, output: SchedulerOutput) -> None:
+    def _forget_finished(self, output: SchedulerOutput) -> None:
         for request in (*output.preempted, *output.finished):
             self._edited.pop(request.request_id, None)
         for request in output.finished:
@@ -194,7 +196,7 @@ class Sampler:
         elif is_on_device:
             sampled = Sampled(*self._race_for(edited).draw(edited, batch))
         else:
-            sampled = Sampled(*choose_anywhere(edited, batch))
+            sampled = Sampled(*choose_with_pytorch(edited, batch))
         if batch.errors:
             sampled.ok[list(batch.errors)] = False
         if batch.logprobs:
@@ -220,7 +222,7 @@ class Sampler:
             try:
                 one = self._draw(logits[at : at + 1], batch.of_row(at))
             except Exception as alone:
-                errors[at] = row_failure(alone)
+                errors[at] = failure_detail(alone)
                 continue
             sampled.token_ids[at], sampled.ok[at] = one.token_ids[0], one.ok[0]
             for index, entries in one.logprobs.items():
@@ -250,7 +252,7 @@ class Sampler:
 
 
 @cache
-def compiled_draw() -> Callable[..., None] | None:
+def import_draw_rows() -> Callable[..., None] | None:
     """The function `race_kernels.draw_rows`; None: Numba is not installed."""
     try:
         from pointsman.engine.sampling.race_kernels import draw_rows
@@ -263,7 +265,7 @@ def compiled_draw() -> Callable[..., None] | None:
 
 
 @cache
-def device_race() -> type[DeviceRace] | None:
+def import_device_race() -> type[DeviceRace] | None:
     """The class `race_triton.DeviceRace`; None: Triton is not installed."""
     try:
         from pointsman.engine.sampling.race_triton import DeviceRace
@@ -291,7 +293,7 @@ def choose_on_cpu(
     return tokens, np.isfinite(top)
 
 
-def choose_anywhere(logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+def choose_with_pytorch(logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Tokens [n] and whether each row has a finite maximum [n], computed on any device in PyTorch.
 
     Args:

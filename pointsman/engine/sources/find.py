@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.gguf import PART_NAME, is_gguf
-from pointsman.engine.sources.named import NAMED, installed
+from pointsman.engine.sources.named import NAMED, installed_file
 from pointsman.engine.text.tokenizer import model_directory
 from pointsman.files import represented, shown
 
@@ -48,7 +48,7 @@ def find_model(
     path = _existing_path(text)
     if path is None and not isinstance(model, Path) and not is_path(text):
         if text in NAMED:
-            path = installed(text)
+            path = installed_file(text)
             if path is None:
                 raise ModelLoadError(f"the model {text} is not installed; run: pointsman models get {text}")
         elif "/" in text:

@@ -32,7 +32,7 @@ from huggingface_hub.errors import (
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pointsman.engine.errors import ModelLoadError, first_line
-from pointsman.engine.text.tokenizer import TOKENIZER_FILES, VOCABULARY_FILES, read_object
+from pointsman.engine.text.tokenizer import TOKENIZER_FILES, VOCABULARY_FILES, read_json_object
 from pointsman.files import represented, shown
 from pointsman.version import __version__
 
@@ -89,7 +89,7 @@ def download(
     cache = Path(constants.HF_HUB_CACHE if download_dir is None else download_dir).expanduser()
     repository = _Repository(name, revision, cache)
     if constants.HF_HUB_OFFLINE:
-        path = repository.cached()
+        path = repository.cached_directory()
         if path is None:
             raise ModelLoadError(
                 f"{repository} is not complete in {cache}, and HF_HUB_OFFLINE is set; unset it to download the model, "
@@ -99,7 +99,7 @@ def download(
     try:
         sizes = repository.file_sizes()
     except ModelLoadError as error:
-        path = repository.cached()
+        path = repository.cached_directory()
         if path is None:
             raise
         logger.warning("using the cached files of %s: %s", repository, error)
@@ -117,7 +117,7 @@ def download(
             )
         num_bytes = sum(sizes[one] for one in missing)
         _check_space(name, cache, num_bytes)
-        logger.info("downloading the weights of %s, %s, to %s", name, _size(num_bytes), cache)
+        logger.info("downloading the weights of %s, %s, to %s", name, _size_text(num_bytes), cache)
         for one in missing:
             repository.fetch(one, commit=path.name)
     return path
@@ -174,7 +174,7 @@ class _Repository:
         except Exception as error:
             raise self._model_error(error) from error
 
-    def cached(self) -> Path | None:
+    def cached_directory(self) -> Path | None:
         """The directory of the revision in the cache; None: the cache lacks a file.
 
         Raises:
@@ -272,7 +272,9 @@ def _check_format(name: str, files: Iterable[str]) -> None:
             "its path"
         )
     if "adapter_config.json" in files:
-        raise ModelLoadError(f"{name} holds an adapter and no model of its own; give the model that it adapts, merged")
+        raise ModelLoadError(
+            f"{name} has only an adapter; merge it into its base model, and give the path of the result"
+        )
     if CONFIG not in files:
         raise ModelLoadError(f"{name} has no {CONFIG}; choose a repository of a language model in safetensors")
     if pickles:
@@ -291,11 +293,12 @@ def _weight_files(path: Path) -> list[str]:
     """
     if not (path / INDEX).is_file():
         return [WEIGHTS]
-    weight_map = read_object(path / INDEX).get("weight_map")
+    weight_map = read_json_object(path / INDEX).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, Mapping) else [None]
     if not all(isinstance(one, str) and one.endswith(".safetensors") for one in names):
         raise ModelLoadError(
-            f"{path / INDEX}: weight_map must be an object of tensor -> *.safetensors; choose another revision"
+            f"{path / INDEX}: weight_map must be an object that maps tensor names to *.safetensors files; "
+            "choose another revision"
         )
     return sorted(set(names))
 
@@ -309,12 +312,12 @@ def _check_space(name: str, cache: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(cache).free
     if num_bytes > free:
         raise ModelLoadError(
-            f"{name} takes {_size(num_bytes)} and {cache} has {_size(free)} free; free some, or give another disk with "
-            "--download-dir or HF_HOME"
+            f"{name} takes {_size_text(num_bytes)} and {cache} has {_size_text(free)} free; free disk space, or "
+            "name a folder on another disk with --download-dir or HF_HOME"
         )
 
 
-def _size(num_bytes: int) -> str:
+def _size_text(num_bytes: int) -> str:
     """A number of bytes as text, like 1.2 GB."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if num_bytes >= unit:

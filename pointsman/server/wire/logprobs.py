@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pointsman.engine.text.token_streams import REPLACEMENT, added_text, split_text
+from pointsman.engine.text.token_streams import REPLACEMENT, added_text, split_incomplete_end
 from pointsman.server.wire.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class TextPlaces:
                 self._added, self._num_bytes, self._unfinished = REPLACEMENT, len(self._unfinished), b""
                 self._pass_added()
             self._num_bytes = len(self._unfinished) + len(piece)
-            self._added, self._unfinished = split_text(self._unfinished + piece)
+            self._added, self._unfinished = split_incomplete_end(self._unfinished + piece)
             if not self._text.startswith(self._added, self._at):
                 self._pass_unknown()
         return self._num_before + self._at

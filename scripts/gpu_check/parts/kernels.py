@@ -4,7 +4,7 @@ Attention: random steps of prompt chunks and decodes over a shuffled pool whose 
 every slot of the pool is checked. Outputs are compared with attention in float64, computed row by row. Memory that
 outputs will probably be allocated from is filled with NaN before.
 
-Sampling: random rows and parameters, masked tokens, NaN, ties. Tokens must be those of `choose_anywhere`.
+Sampling: random rows and parameters, masked tokens, NaN, ties. Tokens must be those of `choose_with_pytorch`.
 
 Triton needs at least a second to compile each form of a kernel, so several processes share the cases.
 """
@@ -30,7 +30,7 @@ from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool, blocks_for
 from pointsman.engine.sampling.batch import SamplingBatch
-from pointsman.engine.sampling.sampler import choose_anywhere
+from pointsman.engine.sampling.sampler import choose_with_pytorch
 
 UNITS = {"float32": 2.0**-18, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Allowed rounding error of each type, relative to values of 1. For long sums, float32 has 32 times its rounding."""
@@ -331,7 +331,7 @@ def _time_race(race: Any, parameters: Any, num_rows: int, vocab_size: int, devic
 def check_race(
     choose: Callable[[Tensor, SamplingBatch], tuple[Any, Any]], num_rows: int, vocab_size: int, dtype: str, device: str
 ) -> dict[str, Any]:
-    """Compare `choose` with `choose_anywhere`, in random rounds.
+    """Compare `choose` with `choose_with_pytorch`, in random rounds.
 
     Args:
         choose: logits [n, vocab_size] and their batch -> tokens [n], and whether each row has a finite maximum [n].
@@ -342,7 +342,7 @@ def check_race(
     for seed in range(3):
         logits, batch, is_top_p = random_rows(num_rows, vocab_size, dtype, device, seed)
         tokens, ok = choose(logits, batch)
-        want_tokens, want_ok = choose_anywhere(logits.float(), batch)
+        want_tokens, want_ok = choose_with_pytorch(logits.float(), batch)
         if not np.array_equal(ok.astype(bool), want_ok) or ok.max(initial=0) > 1:
             outcome["wrong"].append(f"sampling {vocab_size} {dtype}, round {seed}: ok is {ok.tolist()}")
         differs = (tokens != want_tokens) & want_ok

@@ -30,7 +30,7 @@ def test_the_thread_computes_on_the_gpu_of_its_engine(monkeypatch: pytest.Monkey
 def test_freed_memory_is_returned_although_calls_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server asks its engines for a sign of life every second; they are idle nevertheless."""
     given_back: list[float] = []
-    monkeypatch.setattr(engine_thread, "give_back_freed_pages", lambda: given_back.append(time.monotonic()))
+    monkeypatch.setattr(engine_thread, "return_freed_pages", lambda: given_back.append(time.monotonic()))
     monkeypatch.setattr(engine_thread, "SECONDS_TO_IDLE", 0.4)
     engine = Engine("demo", num_blocks=16, max_model_len=64, num_threads=1)
     engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=4))
@@ -43,7 +43,7 @@ def test_freed_memory_is_returned_although_calls_keep_coming(monkeypatch: pytest
             answer.result(10)
             time.sleep(0.05)
         assert len(given_back) == 1, "once for each time in which it computed"
-        reading = thread.pulse.take()
+        reading = thread.pulse.take_reading()
         assert reading.mean_step and reading.longest > 0
     finally:
         thread.send(Stop(drain=False))

@@ -201,9 +201,9 @@ def test_the_sampled_distribution_of_an_engine_is_the_same_with_drafts(loaded: L
         ),
         (
             {"num_draft_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
-            "prompt_lookup_min is 4, more than prompt_lookup_max 3",
+            "prompt_lookup_min is 4, more than prompt_lookup_max, 3",
         ),
-        ({"num_draft_tokens": 2, "max_steps_in_flight": 2}, "drafts continue the newest token"),
+        ({"num_draft_tokens": 2, "max_steps_in_flight": 2}, "drafts need the newest token"),
     ],
 )
 def test_invalid_speculation_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:

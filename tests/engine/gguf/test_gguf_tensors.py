@@ -16,7 +16,7 @@ from pointsman.engine.gguf.config import make_config
 from pointsman.engine.gguf.reader import read_gguf
 from pointsman.engine.gguf.tensors import read_weights
 from pointsman.engine.model.loader import load_model
-from pointsman.engine.model.quantization import FEATURES_AT_ONCE, in_groups
+from pointsman.engine.model.quantization import FEATURES_AT_ONCE, quantize_in_groups
 from tests.engine.gguf_files import interleaved, write, write_gguf
 from tests.engine.tiny_models import Family, build
 
@@ -51,7 +51,7 @@ def test_dequantised_weights_have_the_precision_of_their_type(kind: str, model: 
 def test_gguf_weights_of_4_bits_can_be_stored_in_4_bits(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     for weight in (one for one in read.values() if one.ndim == 2 and len(one) % FEATURES_AT_ONCE == 0):
-        found = in_groups(weight)
+        found = quantize_in_groups(weight)
         assert found is not None
         assert (found[1] - weight).abs().max() < 0.01 * weight.abs().max(), "the rounding to bfloat16"
 
@@ -59,7 +59,7 @@ def test_gguf_weights_of_4_bits_can_be_stored_in_4_bits(kind: str, model: Any, t
 @pytest.mark.parametrize("kind", ["F16", "Q5_0", "Q5_1", "Q8_0"])
 def test_weights_of_more_bits_are_not_stored_in_4_bits(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
-    assert not any(in_groups(weight) for weight in read.values() if weight.ndim == 2)
+    assert not any(quantize_in_groups(weight) for weight in read.values() if weight.ndim == 2)
 
 
 def bits(data: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
@@ -123,7 +123,7 @@ def test_blocks_of_256_weights_are_dequantised(kind: str, model: Any, tmp_path: 
     np.testing.assert_allclose(read["model.layers.1.mlp.down_proj.weight"], expected, rtol=1e-5, atol=1e-6)
     queries = read["model.layers.0.self_attn.q_proj.weight"].numpy()
     np.testing.assert_allclose(interleaved(queries, 4), expected, rtol=1e-5, atol=1e-6)
-    assert (in_groups(torch.from_numpy(queries)) is not None) == (kind == "Q4_K")
+    assert (quantize_in_groups(torch.from_numpy(queries)) is not None) == (kind == "Q4_K")
 
 
 def changed(path: Path, model: Any, **tensors: np.ndarray[Any, Any] | None) -> Path:

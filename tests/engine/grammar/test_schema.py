@@ -99,7 +99,7 @@ def test_refs_may_point_to_any_part_of_the_schema() -> None:
 
 @pytest.mark.parametrize("pointer", ["#/$defs/b", "#/$defs/a/type/x", "#a", "#/$defs/a~1b", "#/x/3"])
 def test_a_ref_to_a_missing_part_of_the_schema_is_refused(pointer: str) -> None:
-    with pytest.raises(ValueError, match="and there is nothing in this place; describe it there"):
+    with pytest.raises(ValueError, match="and the schema has nothing at this path; add the definition"):
         Language(json={"type": "array", "items": {"$ref": pointer}, "$defs": {"a": {"type": "null"}}, "x": [1]})
 
 

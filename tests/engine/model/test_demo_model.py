@@ -55,7 +55,7 @@ def tokenizer() -> Any:
 
 @torch.inference_mode()
 def loss(model: Any, tokenizer: Any, texts: tuple[str, ...]) -> float:
-    """Nats per token, without each text's first token."""
+    """Mean negative log likelihood of a token in the texts, in nats, without the first token of each text."""
     total, count = 0.0, 0
     for text in texts:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
@@ -103,13 +103,14 @@ def test_demo_tokenizer_decodes_its_ids_to_the_same_text(tokenizer: Any, text: s
 
 
 def test_demo_chat_template_joins_the_messages(tokenizer: Any) -> None:
-    """A chat request becomes text to continue; there are no roles."""
+    """The demo model's chat template turns a conversation into text for the model to continue, without roles."""
     messages = [{"role": "user", "content": "A list is"}, {"role": "assistant", "content": "a sequence."}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "A list is\n\na sequence."
 
 
 def test_demo_model_prefers_sentences_to_shuffled_words(model: Any, tokenizer: Any) -> None:
-    """New sentences cost far less than a uniform guess, and less than their own words in disorder."""
+    """The loss of new sentences is far below that of a uniform guess, and below that of the same words in random
+    order."""
     shuffler = random.Random(3)
     disorder = tuple(" ".join(shuffler.sample(words, len(words))) for words in map(str.split, SENTENCES))
     ordered = loss(model, tokenizer, SENTENCES)

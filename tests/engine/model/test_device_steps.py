@@ -27,14 +27,14 @@ from tests.triton_interpreter import quick_calls
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Interprets kernels, with fewer parts of a row's KV, because each program takes a millisecond."""
+    """Lets Triton interpret kernels, with KV divided into fewer splits, because each program takes a millisecond."""
     monkeypatch.setattr(triton_backend, "PROGRAMS_PER_PROCESSOR", 1)
     with quick_calls():
         yield
 
 
 class Again:
-    """Replaces CUDA graphs: runs the recorded function again, over the same memory."""
+    """A recorder that replaces CUDA graphs: a replay calls the recorded function again, over the same memory."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -106,7 +106,7 @@ def test_device_steps_sample_the_tokens_of_plain_pytorch(loaded: LoadedModel, st
     assert graphs is None or graphs.num_replays > 5
 
 
-def test_every_number_of_rows_has_a_graph_of_similar_size() -> None:
+def test_graph_sizes_are_close_to_every_number_of_rows() -> None:
     assert bucket_sizes(3) == [1, 2, 3] and bucket_sizes(8) == [1, 2, 4, 8]
     sizes = bucket_sizes(1024)
     assert sizes[:6] == [1, 2, 4, 8, 16, 24] and sizes[-3:] == [480, 496, 512] and len(sizes) == 39
@@ -159,7 +159,7 @@ def test_a_step_is_launched_while_the_previous_one_computes(
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails at operators whose results the host needs, for which PyTorch would wait for a GPU."""
+    """Raises an error at operators whose results the host needs, because for these PyTorch would wait for a GPU."""
 
     WAITS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"})
 
@@ -206,7 +206,7 @@ def test_no_graphs_are_recorded_beyond_the_memory_limit(loaded: LoadedModel, cap
     engine.runner.record_graphs(100, lambda: next(taken), Again())
     steps = engine.runner._device_steps
     assert steps is not None and steps.graphs is not None and steps.graphs.sizes == [2, 4]
-    assert "no CUDA graphs of 1 rows and fewer" in caplog.text
+    assert "no CUDA graphs of 1 rows or fewer" in caplog.text
     assert run(engine, 1) == run(make(loaded, "torch"), 1)
 
 
@@ -240,7 +240,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(with_graphs: bool) -
 
 @pytest.mark.long
 def test_fused_layers_with_graphs_give_the_same_tokens(loaded: LoadedModel) -> None:
-    """Every part of a layer is replaced, as on a GPU."""
+    """The model's layers are fused, as on a GPU, and their steps run as recorded graphs."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1
     fused = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention=TritonAttention)

@@ -59,7 +59,7 @@ def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_of_a_large_model_are_packed(dtype: torch.dtype) -> None:
-    """Its products are at least 512 x 512, so all weights change their form, once, before the last self-check."""
+    """The model's weights have at least 512 x 512 elements, so all are packed, once, before the last self-check."""
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     loaded = wrap_model(build(Qwen2Config(**{**COMMON, **size})).to(dtype))
     assert loaded.fused == WHOLE
@@ -69,7 +69,7 @@ def test_weights_of_a_large_model_are_packed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_last_layer_skips_tokens_without_needed_logits(dtype: torch.dtype) -> None:
-    """Only its MLP gets fewer tokens; a model without fused layers computes all tokens."""
+    """Only the MLP of the last layer gets fewer tokens; a model without fused layers computes all tokens."""
     loaded = wrap_model(build(FAMILIES["qwen3"]()).to(dtype))
     assert loaded.drops_tokens_early
     sizes: list[list[int]] = []
@@ -108,8 +108,9 @@ def change_first(model: Any, kind: str, change: Any) -> None:
     ("kind", "replacement"),
     [("Qwen2RMSNorm", FusedNorm), ("Qwen2MLP", FusedMLP), ("Qwen2Attention", FusedAttention)],
 )
-def test_a_part_that_only_looks_similar_is_not_replaced(kind: str, replacement: type[nn.Module]) -> None:
-    """One norm, MLP or attention gives 1.001 times its output: it is kept, and the others are replaced."""
+def test_a_part_with_other_outputs_is_not_fused(kind: str, replacement: type[nn.Module]) -> None:
+    """The output of one norm, MLP or attention is multiplied by 1.001: this part is kept, and all other parts are
+    replaced."""
 
     def change(output: Any) -> Any:
         return (output[0] * 1.001, *output[1:]) if isinstance(output, tuple) else output * 1.001
@@ -122,15 +123,15 @@ def test_a_part_that_only_looks_similar_is_not_replaced(kind: str, replacement: 
     assert any(type(one).__name__ == kind for one in loaded.model.modules())
 
 
-def test_a_layer_that_only_looks_similar_is_not_replaced() -> None:
-    """All four parts are as usual, and the layer applies one more operation."""
+def test_a_layer_with_an_additional_operation_is_not_fused() -> None:
+    """The layer has the four usual parts, and applies one more operation to their outputs."""
     model = build(FAMILIES["qwen2"]())
     change_first(model, "Qwen2DecoderLayer", lambda output: output * 1.001)
     found = fused(model)
     assert found == {**WHOLE, "FusedLayer": 1}
 
 
-def test_parts_whose_replacements_raise_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_keeps_parts_whose_replacements_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: FusedMLP, x: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
 
@@ -139,7 +140,7 @@ def test_parts_whose_replacements_raise_are_kept(monkeypatch: pytest.MonkeyPatch
     assert found == {"FusedNorm": 5, "FusedAttention": 2}
 
 
-def test_the_next_candidate_is_tried_after_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_tries_the_next_candidate_after_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedMLP.__init__
 
     def no_silu(self: FusedMLP, *arguments: Any) -> None:
@@ -180,11 +181,11 @@ def test_a_model_whose_fusion_fails_is_loaded_again(
     monkeypatch.setattr(FusedAttention, "forward", right_alone)
     loaded = load_model(tmp_path)
     assert loaded.fused == {} and loaded.attention.name == "numba"
-    assert "loading it again with its own layers" in caplog.text
+    assert "loading the model again with its own layers" in caplog.text
 
 
 def test_attention_that_depends_on_positions_is_not_fused() -> None:
-    """Queries are scaled from position 16 on. Rotary angles do not show it; the self-check's 37 tokens do."""
+    """The model scales queries from position 16 on. Only inputs with later positions show this difference."""
     loaded = wrap_model(build(FAMILIES["ministral3"]()))
     assert "FusedAttention" not in loaded.fused and loaded.fused["FusedMLP"] == 2
     far = {**SCALED_BY_POSITION, "original_max_position_embeddings": 4096}  # beyond the positions of any check
@@ -194,15 +195,16 @@ def test_attention_that_depends_on_positions_is_not_fused() -> None:
 
 @pytest.mark.parametrize("clip", [0.5, 4.0, 50.0])
 def test_attention_with_a_clamp_is_not_fused(clip: float) -> None:
-    """Also a clamp that the tokens of the check do not reach."""
+    """The clamp is found although no recorded input is large enough for it."""
     config = OlmoConfig(**COMMON, clip_qkv=clip)
     assert "FusedAttention" not in fused(build(config))
     assert fused(build(OlmoConfig(**COMMON)))["FusedAttention"] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_are_compared_in_float32(dtype: torch.dtype) -> None:
-    """bfloat16 could not distinguish these parts: a norm that subtracts the mean, and other activations of gates."""
+def test_fusion_compares_parts_in_float32(dtype: torch.dtype) -> None:
+    """In bfloat16 these parts could not be distinguished from usual ones: a norm that subtracts the mean, and gates
+    with other activations."""
     cohere = build(FAMILIES["cohere"]()).to(dtype)
     assert "FusedNorm" not in fused(cohere)
     for activation, count in (("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 0), ("quick_gelu", 0), ("relu", 0)):
@@ -213,7 +215,7 @@ def test_parts_are_compared_in_float32(dtype: torch.dtype) -> None:
         assert fused(model).get("FusedMLP", 0) == count, activation
 
 
-def test_replaced_parts_are_freed() -> None:
+def test_fusion_frees_replaced_parts() -> None:
     model = build(FAMILIES["qwen2"]())
     old = [weakref.ref(one) for one in model.modules() if type(one) is nn.Linear and one is not model.lm_head]
     loaded = wrap_model(model)
@@ -263,7 +265,7 @@ def test_int8_outputs_do_not_depend_on_other_requests() -> None:
 def test_a_fused_model_needs_its_own_attention() -> None:
     loaded = wrap_model(build(FAMILIES["qwen2"]()))
     for attention in ("torch", TorchAttention, TorchAttention(loaded.layers)):
-        with pytest.raises(ValueError, match=r"fused layers, which need its own attention \(numba\) and not torch"):
+        with pytest.raises(ValueError, match=r"fused layers, which need the attention numba, not torch"):
             Engine(loaded, attention=attention, num_blocks=8)
     plain = wrap_model(build(FAMILIES["qwen2"]()), fuse=False)
     assert Engine(plain, attention="torch", num_blocks=8).attention.name == "torch"
@@ -273,7 +275,7 @@ def test_a_fused_model_needs_its_own_attention() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_pool_dtype_works_with_any_model_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> None:
-    """The fused and the plain path have similar rounding errors, so their tokens mostly agree."""
+    """Fused layers and the model's own layers have similar rounding errors, so most of their tokens are equal."""
     tokens = []
     for options in ({}, {"attention": "torch"}):
         loaded = wrap_model(copy.deepcopy(build(FAMILIES["qwen3"](), seed=1)).to(dtype), **options)

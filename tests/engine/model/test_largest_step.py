@@ -1,4 +1,4 @@
-"""The step whose memory is measured: as large as any that the engine schedules, over a pool of one block."""
+"""The step that measures the engine's memory is as large as any scheduled step, and uses a pool of one block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_requests_of_the_largest_step_share_the_token_budget(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_the_largest_step_runs_over_one_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without groups of layers."""
+    """The largest step runs with and without groups of layers."""
     pools: list[int] = []
 
     class Pool(KVPool):

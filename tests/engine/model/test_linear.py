@@ -14,11 +14,11 @@ from pointsman.engine.model.linear import (
     rounded_up_rows,
     store_weights,
 )
-from pointsman.engine.model.quantization import check_quantization, in_groups
+from pointsman.engine.model.quantization import check_quantization, quantize_in_groups
 from tests.engine.tiny_models import packs
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
-"""in_features -> form of the weight, with 812 out_features."""
+"""in_features -> how a layer with 812 out_features stores its weight."""
 LARGE = 1024
 
 
@@ -61,7 +61,7 @@ def test_int8_errors_are_rounding_errors(bias: bool, num_rows: int) -> None:
 
 
 def in_4_bits(part: nn.Linear, levels: int = 16) -> nn.Linear:
-    """A layer whose weights are in 4 bits, in groups of 32, as in a file."""
+    """A linear layer whose weights are exact in 4 bits, in groups of 32, as if read from a GGUF file."""
     digits = torch.randint(0, levels, part.weight.shape).view(-1, 32)
     first, step = 15 * torch.rand(len(digits), 1), torch.rand(len(digits), 1) / 9
     part.weight.copy_(((digits - first) * step).view_as(part.weight))
@@ -84,7 +84,7 @@ def test_weights_in_4_bits_are_kept_exactly(bias: bool, num_rows: int) -> None:
     assert in_8_bits_error < 0.01
 
 
-def test_small_batches_in_4_bits_do_not_depend_on_each_other() -> None:
+def test_a_row_of_a_small_4_bit_batch_does_not_depend_on_others() -> None:
     (part,) = layers(LARGE, 304, bias=True)
     joined = JoinedLinear([in_4_bits(part)])
     joined.store("int4")
@@ -126,23 +126,23 @@ def test_weights_that_need_more_than_4_bits_stay_in_8_bits(why: str) -> None:
     assert joined.form == "int8" and not joined.is_in_4_bits
 
 
-def test_grid_steps_too_small_for_bfloat16_keep_8_bits() -> None:
+def test_weights_with_a_mean_too_large_for_4_bits_stay_in_8_bits() -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0]).weight
-    assert in_groups(weight + 1) is not None
-    assert in_groups(weight + 100) is None
+    assert quantize_in_groups(weight + 1) is not None
+    assert quantize_in_groups(weight + 100) is None
 
 
 @pytest.mark.parametrize("levels", [2, 5, 11, 16])
-def test_groups_may_use_fewer_than_16_digits(levels: int) -> None:
+def test_4_bit_groups_may_have_fewer_than_16_different_weights(levels: int) -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0], levels).weight
-    found = in_groups(weight)
+    found = quantize_in_groups(weight)
     assert found is not None
     torch.testing.assert_close(found[1], weight, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_int8_errors_in_bfloat16_are_small(num_rows: int) -> None:
-    """The output layer uses this form with int4."""
+    """A model with int4 in bfloat16 stores its output layer in int8."""
     (part,) = layers(LARGE, 512, bias=True, dtype=torch.bfloat16)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -156,7 +156,7 @@ def test_int8_errors_in_bfloat16_are_small(num_rows: int) -> None:
 def test_an_input_of_wrong_shape_or_type_is_an_error_in_int8(x: torch.Tensor) -> None:
     joined = JoinedLinear(layers(64, 32, bias=False))
     joined.store("int8")
-    with pytest.raises(TypeError, match=r"takes torch\.float32 of width 64"):
+    with pytest.raises(TypeError, match=r"must be torch\.float32 \[\.\.\., 64\]"):
         joined(x)
 
 
@@ -213,7 +213,7 @@ def test_a_bias_on_some_layers_only_is_an_error() -> None:
 
 
 def test_the_plain_weight_of_a_packed_layer_is_nan_of_its_type() -> None:
-    """Computing with it gives NaN, and it takes no memory."""
+    """The attribute `weight` of a packed layer is a NaN that takes no memory, so products with it are NaN."""
     joined = JoinedLinear(layers(LARGE, 512, bias=False))
     store_weights(joined)
     assert joined.weight.dtype == torch.float32 and joined.weight.shape == (512, LARGE)
@@ -221,7 +221,7 @@ def test_the_plain_weight_of_a_packed_layer_is_nan_of_its_type() -> None:
     assert joined.weight.untyped_storage().nbytes() == 4
 
 
-def test_only_large_layers_that_are_called_are_replaced() -> None:
+def test_only_large_linear_layers_that_are_called_are_replaced() -> None:
     class Subclass(nn.Linear):
         pass
 
@@ -241,7 +241,7 @@ def test_only_large_layers_that_are_called_are_replaced() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "wrong"])
 def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """PyTorch lacks these operators, or they compute wrongly."""
+    """Weights stay row by row if PyTorch's packing operators are missing or compute wrongly."""
 
     class Operators:
         if broken == "wrong":
@@ -265,7 +265,8 @@ def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch
 
 
 def test_numbers_of_rows_are_rounded_to_few_sizes() -> None:
-    """oneDNN compiles a program for each number of rows. Small numbers stay as they are."""
+    """oneDNN compiles a program for each number of rows, so large numbers are rounded up; small numbers stay
+    unchanged."""
     wholes = {count: rounded_up_rows(count) for count in range(1025)}
     assert all(0 <= whole - count < 32 for count, whole in wholes.items())
     assert all(whole == count for count, whole in wholes.items() if count <= 8)

@@ -29,7 +29,7 @@ from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.model.self_check import TOLERANCE, SelfCheck, relative_error
 from tests.engine.tiny_models import COMMON, FAMILIES, ORIGINAL_LONGROPE, VOCAB_SIZE, build, longrope
 
-DIFFER = "logits of the paged path differ"
+DIFFER = "logits of paged attention differ"
 
 
 @pytest.fixture(params=["torch", "fast"])
@@ -55,7 +55,7 @@ class Faulty(TorchAttention):
 
 
 NEUTRAL = {"scale": 1.0}
-"""Values of features that are off, if these are not None."""
+"""Feature of attention -> the value that turns it off, if this is not None."""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ NEUTRAL = {"scale": 1.0}
         ("gpt-oss", "window"),
     ],
 )
-def test_a_backend_that_drops_a_feature_is_refused(family: str, feature: str) -> None:
+def test_a_backend_that_ignores_an_attention_feature_is_refused(family: str, feature: str) -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, feature)
 
@@ -78,7 +78,7 @@ def test_a_backend_that_drops_a_feature_is_refused(family: str, feature: str) ->
 
 
 @pytest.mark.parametrize(("family", "feature"), [("mistral", "window"), ("gpt-oss", "sinks"), ("gpt-oss", "window")])
-def test_a_dropped_feature_is_found_in_bfloat16(family: str, feature: str) -> None:
+def test_the_self_check_finds_an_ignored_feature_in_bfloat16(family: str, feature: str) -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, feature)
 
@@ -86,7 +86,7 @@ def test_a_dropped_feature_is_found_in_bfloat16(family: str, feature: str) -> No
         wrap_model(build(FAMILIES[family]()).to(torch.bfloat16), attention=factory)
 
 
-def test_large_vocabulary_and_many_layers_pass_in_bfloat16() -> None:
+def test_large_vocabularies_and_many_layers_pass_in_bfloat16() -> None:
     config = LlamaConfig(**{**COMMON, "vocab_size": 32_000, "num_hidden_layers": 48})
     assert wrap_model(build(config).to(torch.bfloat16)).dtype == torch.bfloat16
 
@@ -102,12 +102,12 @@ def sharp_mistral() -> Any:
     return model.to(torch.bfloat16)
 
 
-def test_a_models_own_rounding_passes_in_bfloat16() -> None:
+def test_the_self_check_accepts_a_models_own_bfloat16_rounding() -> None:
     model = sharp_mistral()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loaded = wrap_model(model, fuse=False)
     check = SelfCheck(loaded.model, loaded.layers, loaded.context, loaded.attention)
-    errors = torch.cat([relative_error(*pair) for pair in zip(check._paged(), check.plain, strict=True)])
+    errors = torch.cat([relative_error(*pair) for pair in zip(check._paged_logits(), check.plain, strict=True)])
     assert float(errors.quantile(0.75)) > TOLERANCE[torch.bfloat16], "the model's own rounding must be bad"
     assert wrap_model(sharp_mistral()).dtype == torch.bfloat16, "also with fused layers"
     after = loaded.model.state_dict()
@@ -116,11 +116,11 @@ def test_a_models_own_rounding_passes_in_bfloat16() -> None:
     )
 
 
-def test_faults_are_found_despite_bad_rounding() -> None:
+def test_the_self_check_finds_faults_despite_large_rounding_errors() -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, "window")
 
-    with pytest.raises(UnsupportedModel, match="in float32, and its own rounding makes"):
+    with pytest.raises(UnsupportedModel, match="measured against float32; rounding alone causes"):
         wrap_model(sharp_mistral(), attention=factory)
 
 
@@ -132,7 +132,7 @@ def test_a_loaded_model_can_be_checked_with_another_backend(backend: BackendFact
         SelfCheck(loaded.model, loaded.layers, loaded.context, Faulty(loaded.layers, device, "softcap")).run()
 
 
-def test_the_self_check_finds_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_kv_that_is_written_to_wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention.PagedBatch.build.__func__
 
     def shifted(cls: Any, *arguments: Any) -> Any:
@@ -147,7 +147,8 @@ def test_the_self_check_finds_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_self_check_finds_state_shared_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that mixes neighbouring tokens outside attention, as convolutions do."""
+    """The model mixes neighbouring tokens outside attention, as convolutions do, so requests in a batch affect each
+    other."""
     model = build(FAMILIES["llama"]())
     mlp = model.model.layers[0].mlp
     original = mlp.forward
@@ -161,7 +162,7 @@ def test_the_probe_finds_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPa
     attend = model.model.layers[1].self_attn
     original = attend.forward
     monkeypatch.setattr(attend, "forward", lambda *a, **k: (original(*a, **k), original(*a, **k))[1])
-    with pytest.raises(UnsupportedModel, match=r"2 of 2 layers asked .* in 3 calls"):
+    with pytest.raises(UnsupportedModel, match=r"2 of 2 layers called .* in 3 calls"):
         wrap_model(model)
 
 
@@ -174,7 +175,7 @@ def test_a_model_whose_forward_fails_is_refused_in_one_line(monkeypatch: pytest.
         raise TypeError("there is no mask\nand a second line")
 
     monkeypatch.setattr(model.model.layers[layer].self_attn, "forward", fail)
-    with pytest.raises(UnsupportedModel, match=rf"there is no mask\), after {layer} of 2 layers asked") as error:
+    with pytest.raises(UnsupportedModel, match=rf"there is no mask\), after {layer} of 2 layers called") as error:
         wrap_model(model)
     assert "\n" not in str(error.value)
 
@@ -219,7 +220,7 @@ def plain_logits(model: Any, sequence: Tensor) -> Tensor:
         return model(input_ids=sequence[None], use_cache=False).logits[0]
 
 
-def test_longrope_defaults_to_its_original_length() -> None:
+def test_a_longrope_model_defaults_to_its_original_length() -> None:
     model = build(FAMILIES["phi3-longrope-short"]())
     assert wrap_model(copy.deepcopy(model)).max_position_embeddings == ORIGINAL_LONGROPE
     assert wrap_model(copy.deepcopy(model), max_model_len=40).max_position_embeddings == ORIGINAL_LONGROPE
@@ -263,7 +264,7 @@ ROUNDING = 0.02
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "olmo2"])
-def test_bfloat16_errors_are_as_small_as_transformers(name: str, backend: BackendFactory) -> None:
+def test_bfloat16_logits_are_about_as_exact_as_transformers(name: str, backend: BackendFactory) -> None:
     """Teacher-forced logits of 130 positions, computed in steps of 7 tokens of three sequences.
 
     They are close to transformers' in bfloat16, and at most 1.2 times as far from float32 as transformers' own.

@@ -62,7 +62,7 @@ def test_a_model_can_be_loaded_in_bfloat16(saved: Path) -> None:
         load_model(saved, "int3")
 
 
-def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere(saved: Path) -> None:
+def test_dtype_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere(saved: Path) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
     assert load_model(saved).dtype == choose_dtype("auto", cpu) == torch.float32
     assert choose_dtype("auto", gpu) == torch.bfloat16
@@ -112,7 +112,7 @@ def test_an_unknown_model_type_is_refused(copy: Path) -> None:
 
 def test_missing_weights_are_an_error(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
-    assert "has no weights (*.safetensors)" in error_of(copy)
+    assert "has no weight files (*.safetensors)" in error_of(copy)
 
 
 @pytest.mark.parametrize("keep", [0, 6, 400, 0.5, -1])
@@ -161,7 +161,7 @@ def test_models_that_would_compute_wrongly_are_refused(name: str, tmp_path: Path
     assert refusal.error in error_of(tmp_path, UnsupportedModel)
 
 
-def test_longrope_is_loaded_for_max_model_len(tmp_path: Path) -> None:
+def test_max_model_len_selects_the_longrope_frequencies_at_loading(tmp_path: Path) -> None:
     build(FAMILIES["phi3-longrope-short"]()).save_pretrained(tmp_path)
     assert load_model(tmp_path).max_position_embeddings == ORIGINAL_LONGROPE
     assert load_model(tmp_path, max_model_len=ORIGINAL_LONGROPE + 1).max_position_embeddings == 256

@@ -30,7 +30,7 @@ def loaded() -> LoadedModel:
 
 
 class Host:
-    """A scheduler and a runner, and their results for each request."""
+    """Runs a scheduler and a model runner, and keeps the results of each request."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 200, budget: int = 64, steps: int = 1) -> None:
         config = SchedulerConfig(
@@ -99,7 +99,7 @@ def test_preemption_changes_no_tokens_of_any_sampling_feature(loaded: LoadedMode
 @pytest.mark.e2e
 @pytest.mark.parametrize("budget", [7, 64])
 def test_logprobs_are_those_of_plain_transformers(loaded: LoadedModel, budget: int) -> None:
-    """Of prompt and output, with one chunk or many, with and without penalties and preemption."""
+    """Log probabilities of prompts and outputs, with one chunk or many, with and without penalties and preemption."""
     plain_model = build(FAMILIES["qwen3"](), seed=1)
     host = Host(loaded, num_blocks=20, budget=max(budget, 16))
     for i in range(6):
@@ -141,7 +141,8 @@ def check(entries: list[TokenLogprobs], reference: np.ndarray, token_ids: np.nda
 
 
 def test_the_next_step_can_be_scheduled_before_this_one_runs(loaded: LoadedModel) -> None:
-    """Each step runs after the scheduler has decided the next one, also if a stop token makes that one obsolete."""
+    """Each step runs after the scheduler has decided the next step, even if a stop token makes the next step
+    unnecessary."""
     expected: dict[str, list[int]] = {}
     for i in (1, 4, 6, 11, 12):
         host = Host(loaded)
@@ -167,7 +168,8 @@ def test_the_next_step_can_be_scheduled_before_this_one_runs(loaded: LoadedModel
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_steps_can_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
-    """Every feature, with the maximum number of steps in flight prepared ahead."""
+    """Requests with every sampling feature, while the maximum number of steps in flight is prepared before its input
+    tokens are known."""
     which = range(len(FEATURES))
     expected: dict[str, list[int]] = {}
     for i in which:

@@ -8,12 +8,12 @@ from tests.engine.model_table import DOCUMENT, with_tables
 from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
 
 
-def test_the_tables_in_the_document_are_up_to_date() -> None:
+def test_the_tables_of_the_models_page_are_up_to_date() -> None:
     written = DOCUMENT.read_text(encoding="utf-8")
     assert with_tables(written) == written, "run python tests/engine/model_table.py"
 
 
-def test_every_configuration_has_a_line_in_the_document() -> None:
+def test_every_tested_configuration_is_on_the_models_page() -> None:
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
     named = [line.split("|")[1].strip() for line in lines if line.startswith("| ") and "`" in line]
     assert [name for name in named if name in FAMILIES] == list(FAMILIES)
@@ -21,6 +21,6 @@ def test_every_configuration_has_a_line_in_the_document() -> None:
     assert set(THOROUGH) <= set(FAMILIES) and not set(FAMILIES) & set(REFUSED)
 
 
-def test_a_document_without_a_place_for_a_table_is_an_error() -> None:
+def test_a_document_without_comments_around_a_table_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 places for the table 'refused'"):
         with_tables("<!-- exact -->\n<!-- end of exact -->")

@@ -30,7 +30,7 @@ def prompts_of(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 
 def expected(family: str, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> np.ndarray:
-    """[prompts, hidden_size] by plain transformers, one prompt at a time."""
+    """[prompts, hidden_size] vectors that transformers computes, one prompt at a time."""
     model = build(FAMILIES[family](), seed=1)
     vectors = []
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_chunked_prompts_get_the_vectors_of_whole_prompts(loaded: LoadedModel, p
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_preempted_prompt_is_pooled_again(loaded: LoadedModel, pooling: Pooling) -> None:
-    """Decoding requests preempt half computed prompts; then all requests are reset."""
+    """Decoding requests preempt embedding requests whose prompts are half computed; then all requests are preempted."""
     prompts = prompts_of(4, seed=4, longest=30)
     prompts = [prompt + prompt[:1] * (24 - len(prompt)) for prompt in prompts]
     engine = Engine(
@@ -112,17 +112,17 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     prompt = prompt * 3
     engine = Engine(loaded, **{**KNOBS, "max_num_batched_tokens": 8})
     engine.add_request("a", prompt[:30], PoolingParams(pooling))
-    take, calls = engine.runner.pooler.take, 0
+    take, calls = engine.runner.pooler.add_states, 0
 
     def failing(*args: Any) -> Any:
-        """Every second step fails after its hidden states were added."""
+        """Raise in every second step, after the hidden states of the step were added."""
         nonlocal calls
         vectors, calls = take(*args), calls + 1
         if calls % 2 == 0:
             raise RuntimeError("the device hiccups")
         return vectors
 
-    monkeypatch.setattr(engine.runner.pooler, "take", failing)
+    monkeypatch.setattr(engine.runner.pooler, "add_states", failing)
     failures, outputs = 0, []
     while engine.has_unfinished_requests():
         try:
@@ -133,7 +133,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     assert np.abs(outputs[-1].embedding - expected("qwen3", [prompt[:30]], pooling)[0]).max() < TOLERANCE
 
 
-def test_generation_and_pooling_share_steps(loaded: LoadedModel) -> None:
+def test_generating_and_embedding_requests_share_steps(loaded: LoadedModel) -> None:
     prompts, params = prompts_of(4, seed=6), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     asks_all = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
     llm = LLM(loaded, **KNOBS)
@@ -190,14 +190,14 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_request(
     engine = Engine(loaded, **KNOBS)
     engine.add_request("bad", [5, 6], PoolingParams())
     engine.add_request("good", [7, 8], PoolingParams())
-    take = engine.runner.pooler.take
+    take = engine.runner.pooler.add_states
 
     def spoiled(chunks: Any, hidden: torch.Tensor) -> Any:
         hidden = hidden.clone()
         hidden[0, 0] = torch.nan
         return take(chunks, hidden)
 
-    monkeypatch.setattr(engine.runner.pooler, "take", spoiled)
+    monkeypatch.setattr(engine.runner.pooler, "add_states", spoiled)
     ended = {one.request_id: one for one in engine.step()}
     assert (ended["bad"].finish_reason, ended["bad"].finish_detail) == ("error", NOT_FINITE)
     assert ended["bad"].embedding is None and ended["good"].embedding is not None

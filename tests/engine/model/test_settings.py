@@ -17,7 +17,7 @@ from tests.engine.text_tokenizers import byte_level
 from tests.engine.tiny_models import COMMON, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logit_bias={1: 100})
-"""Samples only token 1."""
+"""Generation settings that let only token 1 be sampled."""
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ABSENT = object()
 
@@ -40,14 +40,14 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 
 def change(path: Path, name: str, **values: Any) -> None:
-    """Set fields of a JSON file of the directory, or remove those that are ABSENT."""
+    """Set fields of a JSON file in the model's directory; a field with the value ABSENT is removed."""
     file = path / f"{name}.json"
     content = {**(json.loads(file.read_text()) if file.is_file() else {}), **values}
     file.write_text(json.dumps({field: value for field, value in content.items() if value is not ABSENT}))
 
 
 def refused(path: Path) -> str:
-    """The one line of the error, without the directory; it ends in a remedy."""
+    """Load a model that must be refused; return the error, one line with a remedy, without the directory's path."""
     with pytest.raises(ModelLoadError) as caught:
         load_model(path)
     line = str(caught.value)
@@ -86,7 +86,7 @@ def test_a_tokenizers_eos_beyond_the_vocabulary_is_ignored() -> None:
     assert wrap_model(build(LlamaConfig(**COMMON)), tokenizer=tokenizer).eos_token_ids == (2,)
 
 
-def test_only_further_eos_tokens_have_a_stop_reason(copy: Path) -> None:
+def test_only_eos_tokens_after_the_first_are_a_stop_reason(copy: Path) -> None:
     change(copy, "config", eos_token_id=None)
     change(copy, "generation_config", eos_token_id=[5, 9])
     llm = LLM(copy, num_blocks=64, block_size=4, log_stats_interval=None)
@@ -112,7 +112,7 @@ def test_only_further_eos_tokens_have_a_stop_reason(copy: Path) -> None:
 # ------------------------------------------------------------------------------------------------- defaults
 
 
-def test_recommended_values_apply_without_do_sample(copy: Path) -> None:
+def test_recommended_sampling_values_apply_without_do_sample(copy: Path) -> None:
     values = {
         "temperature": 0.01,
         "top_k": 1,
@@ -158,7 +158,7 @@ def test_without_recommended_values_sampling_params_apply(saved: Path) -> None:
         ("early_stopping", "x", "early_stopping"),
     ],
 )
-def test_wrong_generation_settings_are_named(copy: Path, field: str, value: Any, words: str) -> None:
+def test_wrong_generation_settings_are_named_in_the_error(copy: Path, field: str, value: Any, words: str) -> None:
     change(copy, "generation_config", **{field: value})
     line = refused(copy)
     assert line.startswith("DIR/generation_config.json: ") and words in line
@@ -203,13 +203,13 @@ def test_settings_of_a_model_in_memory_are_checked() -> None:
         ("text_config", 5),
     ],
 )
-def test_wrong_fields_of_the_configuration_are_named(copy: Path, field: str, value: Any) -> None:
+def test_wrong_configuration_fields_are_named_in_the_error(copy: Path, field: str, value: Any) -> None:
     change(copy, "config", **{field: value})
     line = refused(copy)
     assert line.startswith("DIR/config.json: ") and field in line and str(value).strip("[") in line
 
 
-def test_eos_of_the_configuration_beyond_the_vocabulary_is_named(copy: Path) -> None:
+def test_an_eos_outside_the_vocabulary_is_named_in_the_error(copy: Path) -> None:
     (copy / "generation_config.json").unlink()
     change(copy, "config", eos_token_id=300)
     assert refused(copy).startswith("DIR/config.json: eos_token_id is 300; it must be a token id from 0 to 299")
@@ -217,7 +217,7 @@ def test_eos_of_the_configuration_beyond_the_vocabulary_is_named(copy: Path) -> 
 
 def test_an_unknown_activation_is_named_in_the_error(copy: Path) -> None:
     change(copy, "config", hidden_act="hal")
-    assert "DIR/config.json: transformers knows nothing named 'hal'" in refused(copy)
+    assert "DIR/config.json: transformers does not know the name 'hal'" in refused(copy)
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
@@ -243,7 +243,7 @@ def test_an_unknown_activation_is_named_in_the_error(copy: Path) -> None:
         ([], "is []; it must be an object like"),
     ],
 )
-def test_rotary_settings_that_would_be_ignored_are_named(copy: Path, field: str, value: Any, words: str) -> None:
+def test_rotary_settings_without_effect_are_named_in_the_error(copy: Path, field: str, value: Any, words: str) -> None:
     change(copy, "config", **{"rope_parameters": ABSENT, "rope_theta": 1e4, field: value})
     line = refused(copy)
     assert line.startswith("DIR/config.json: ") and words in line
@@ -262,7 +262,7 @@ def test_rotary_settings_that_would_be_ignored_are_named(copy: Path, field: str,
         {"rope_type": "yarn", "factor": 2.0, "attn_factor": 1, "original_max_position_embeddings": 64},
     ],
 )
-def test_rotary_settings_that_are_right_are_read(copy: Path, value: Any) -> None:
+def test_valid_rotary_settings_are_accepted(copy: Path, value: Any) -> None:
     change(copy, "config", rope_parameters=ABSENT, rope_theta=1e4, rope_scaling=value)
     assert load_model(copy).max_position_embeddings == 256
 
@@ -288,7 +288,7 @@ def test_an_unknown_rotary_type_is_refused_by_the_check_of_types(copy: Path) -> 
         ("added_tokens_decoder", 5),
     ],
 )
-def test_wrong_fields_of_the_tokenizers_settings_are_named(copy: Path, field: str, value: Any) -> None:
+def test_wrong_tokenizer_settings_are_named_in_the_error(copy: Path, field: str, value: Any) -> None:
     change(copy, "tokenizer_config", **{field: value})
     assert refused(copy).startswith(f"DIR/tokenizer_config.json: {field} is {value!r}; it must be ")
 

@@ -104,17 +104,17 @@ def test_broken_links_sockets_and_devices_are_refused(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 10**8}, "config.json describes .* and the weights hold .* do not belong together"),
+        ({"vocab_size": 10**8}, "config.json describes .* but the weight files have .* of the same model"),
         ({"intermediate_size": 10**9}, "config.json describes"),
         (
             {"num_hidden_layers": 9_999, "layer_types": None},
-            "num_hidden_layers is 9999, and the weights",
+            "num_hidden_layers is 9999, but the weight files",
         ),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; it must be an integer from 1 to 10000"),
         ({"hidden_size": 2**62}, "the weights cannot be loaded"),
     ],
 )
-def test_a_configuration_larger_than_its_weights_takes_no_memory(copy: Path, fields: dict, message: str) -> None:
+def test_a_configuration_larger_than_its_weights_uses_no_memory(copy: Path, fields: dict, message: str) -> None:
     change(copy / "config.json", **fields)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelLoadError, match=message):

@@ -51,9 +51,9 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
 
 @pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager: bool) -> None:
-    """Snapshots after groups of tokens, read late or never: each text extends the last one, and the final one is
-    complete."""
+def test_each_output_extends_the_text_of_earlier_outputs(kind: str, is_eager: bool) -> None:
+    """Outputs after groups of tokens, read late or never: each output's text extends that of the previous output, and
+    the last text is complete."""
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder = TextDecoder(tokenizer)
     for _ in range(150):
@@ -71,7 +71,7 @@ def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager:
             if rng.random() < 0.3:
                 assert isinstance(snapshots[-1].text, str)  # read at once
         if is_eager:
-            transcript.make_rest()
+            transcript.make_remaining_text()
         transcript.finish("stop", "", None)
         last = RequestOutput(transcript, 0, len(token_ids), finished=True)
         texts = [snapshot.text for snapshot in rng.sample(snapshots, len(snapshots))]
@@ -88,11 +88,11 @@ def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager:
         assert [token_id for part in parts for token_id in part.token_ids] == token_ids
 
 
-def test_since_refuses_outputs_that_do_not_match(engine: Engine) -> None:
+def test_since_refuses_newer_outputs_and_other_requests(engine: Engine) -> None:
     first, *_, last = run(engine, GREEDY)
-    with pytest.raises(ValueError, match="has 24 tokens, and this one only 1; swap"):
+    with pytest.raises(ValueError, match="has 24 tokens, but this output has only 1; call since"):
         first.since(last)
-    with pytest.raises(ValueError, match="precedes none of 'a'"):
+    with pytest.raises(ValueError, match="give one of request 'a'"):
         last.since(run(engine, GREEDY)[0])
 
 
@@ -126,8 +126,8 @@ def test_an_abort_reports_the_remaining_text(engine: Engine) -> None:
         engine.step()
 
 
-def test_eager_text_is_made_without_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads that read outputs must never change the state of decoding."""
+def test_eager_text_is_made_although_no_output_is_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads read outputs with eager text, so reading such an output must not change the detokenizer's state."""
     expected = run(engine, GREEDY)
     outputs = run(engine, GREEDY, eager=True)
     for output in outputs:
@@ -147,7 +147,7 @@ def test_without_detokenize_there_is_no_text(engine: Engine) -> None:
 
 
 def test_special_tokens_are_in_the_text_unless_skipped(loaded: LoadedModel, engine: Engine) -> None:
-    """A token that the model often generates is made special."""
+    """A token that the model often generates is made a special token of the tokenizer."""
     token_id = run(engine, GREEDY)[-1].token_ids[3]
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(token_id)]})
@@ -189,7 +189,7 @@ def test_a_stop_string_ends_a_request(engine: Engine, include: bool, kind: Reque
 
 
 def test_a_stop_string_has_priority_over_length_and_eos(loaded: LoadedModel, engine: Engine) -> None:
-    """The token that completes it is also the last allowed one, or EOS."""
+    """The token that completes the stop string is also the last token that `max_tokens` allows, or EOS."""
     free = run(engine, GREEDY)[-1]
     whole = text_after(engine, free.token_ids)
     place = next(i for i in range(4, len(whole)) if whole.index(whole[i]) == i)
@@ -270,7 +270,7 @@ def test_a_tokenizer_failure_ends_only_its_request(loaded: LoadedModel, kind: Re
     assert engine.scheduler.stats().num_free_blocks == engine.scheduler.config.num_blocks
 
 
-def test_a_tokenizer_failure_at_the_last_token_is_an_error(loaded: LoadedModel) -> None:
+def test_a_tokenizer_failure_at_the_last_token_fails_its_request(loaded: LoadedModel) -> None:
     engine = picky_engine(loaded, (70, 70))
     engine.add_request("bad", PROMPT, dataclasses.replace(only(70, stop="zz"), max_tokens=2))
     engine.add_request("good", PROMPT, dataclasses.replace(only(71, stop="zz"), max_tokens=2))
@@ -285,8 +285,9 @@ def test_a_tokenizer_failure_at_the_last_token_is_an_error(loaded: LoadedModel) 
 # ------------------------------------------------------------------------------------------------------- logprobs
 
 
-def test_the_cumulative_logprob_takes_constant_time() -> None:
-    """Reads it after each of many tokens, which would take 50 million additions if each read summed."""
+def test_the_cumulative_logprob_is_read_in_constant_time() -> None:
+    """The sum is read after each of many tokens; if each read added all log probabilities, this would take 50 million
+    additions."""
     request = Request("r", [1], arrival_time=0.0, max_tokens=20_000)
     transcript = Transcript(request, keeps_logprobs=True)
     entry = TokenLogprobs(np.array([5]), np.array([-0.5], dtype=np.float32), 1)
@@ -322,8 +323,8 @@ def test_logprobs_are_those_of_the_most_likely_tokens(engine: Engine) -> None:
 
 
 def test_prompt_logprobs_equal_those_of_generated_tokens(engine: Engine) -> None:
-    """A long prompt is computed in chunks although its prefix is cached, with the same values as for generated
-    tokens."""
+    """A long prompt is computed in chunks although its prefix is cached; its log probabilities equal those of the same
+    tokens when they are generated."""
     prompt = [70 + i % 7 for i in range(50)]
     run(engine, GREEDY, prompt=prompt)
     output = run(engine, dataclasses.replace(GREEDY, prompt_logprobs=2, logprobs=0), prompt=prompt)[0]
@@ -343,7 +344,7 @@ def test_prompt_logprobs_equal_those_of_generated_tokens(engine: Engine) -> None
 
 
 def test_recomputed_prompt_logprobs_are_equal(engine: Engine) -> None:
-    """A prompt that was preempted half way: its positions are computed twice."""
+    """A request is preempted when half of its prompt is computed, so the first positions are computed twice."""
     prompt = [70 + i % 7 for i in range(80)]
     params = dataclasses.replace(GREEDY, max_tokens=2, prompt_logprobs=1)
     expected = run(engine, params, prompt=prompt)[0].prompt_logprobs
@@ -378,7 +379,7 @@ def lengths(outputs: list[RequestOutput]) -> list[int]:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_interval_delays_all_outputs_except_the_first_and_last(loaded: LoadedModel, eager: bool) -> None:
+def test_a_stream_interval_delays_all_outputs_but_first_and_last(loaded: LoadedModel, eager: bool) -> None:
     plain = Engine(loaded, num_blocks=64, block_size=4)
     spaced = Engine(loaded, num_blocks=64, block_size=4, stream_interval=5)
     whole = run(plain, GREEDY)[-1]
@@ -393,13 +394,13 @@ def test_an_interval_delays_all_outputs_except_the_first_and_last(loaded: Loaded
     assert lengths(final) == [24]
 
 
-def test_a_request_may_set_a_longer_interval_but_not_a_shorter_one(loaded: LoadedModel) -> None:
+def test_a_request_can_lengthen_but_not_shorten_the_stream_interval(loaded: LoadedModel) -> None:
     engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=4)
     assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=10))) == [1, 11, 21, 24]
     assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=2))) == [1, 5, 9, 13, 17, 21, 24]
 
 
-def test_a_stop_string_and_an_abort_do_not_wait_for_the_interval(loaded: LoadedModel) -> None:
+def test_stop_strings_and_aborts_ignore_the_stream_interval(loaded: LoadedModel) -> None:
     engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=50)
     whole = run(engine, GREEDY)[-1]
     character = whole.text[9]

@@ -57,8 +57,8 @@ def test_other_knobs_keep_the_prefill_gap_limit() -> None:
 
 
 @pytest.mark.parametrize("others", [{}, {"num_draft_tokens": 4}, {"max_steps_in_flight": 2}], ids=str)
-def test_tokens_equal_those_of_whole_chunks(loaded: LoadedModel, others: dict[str, Any]) -> None:
-    """A target that no step meets cuts prompts into minimum chunks."""
+def test_the_prefill_gap_limit_changes_no_tokens(loaded: LoadedModel, others: dict[str, Any]) -> None:
+    """With a target that no step can meet, prompts are cut into chunks of minimum size."""
     prompts = [[5 + number] * 20 + list(range(10, 10 + 200 * number)) for number in range(5)]
 
     def outputs(**knobs: Any) -> tuple[list[tuple[int, ...]], int]:

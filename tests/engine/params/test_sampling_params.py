@@ -9,7 +9,7 @@ import pytest
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
 
 
-def test_defaults_are_those_of_vllm() -> None:
+def test_sampling_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
     assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
@@ -98,7 +98,7 @@ def test_an_invalid_sampling_parameter_is_refused_in_one_line(field: str, value:
     assert field.split("_token_ids")[0].replace("_", " ").split()[0] in message
 
 
-def test_a_number_of_hundreds_of_digits_is_not_repeated() -> None:
+def test_a_number_of_hundreds_of_digits_is_not_in_the_error() -> None:
     with pytest.raises(ValueError, match="temperature is too large a number; it must be") as error:
         SamplingParams(temperature=10**400)
     assert len(str(error.value)) < 120
@@ -131,7 +131,7 @@ def test_max_tokens_may_be_none() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=500).max_tokens is None
 
 
-def test_sequences_are_copied_to_tuples() -> None:
+def test_sampling_params_copy_sequences_to_tuples() -> None:
     words, biases = ["a", "b"], {3: -1.5}
     params = SamplingParams(stop="end", bad_words=words, allowed_token_ids=[4, 5], logit_bias=biases)
     words.append("c")
@@ -153,7 +153,7 @@ def test_empty_allowed_token_ids_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("logit_bias", {3: 1, 50: 2}), ("allowed_token_ids", [50, 49])])
-def test_tokens_beyond_a_vocabulary_are_found(field: str, value: object) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(field: str, value: object) -> None:
     params = SamplingParams(**{field: value})
     params.check_token_ids(51)
     with pytest.raises(ValueError, match=f"{field} names token 50, and the model's vocabulary has 50"):

@@ -29,7 +29,7 @@ def test_given_knobs_replace_the_defaults() -> None:
     assert set(SCHEDULER_DEFAULTS) <= SCHEDULER_NAMES
 
 
-def test_a_gpu_has_larger_steps_and_two_in_flight() -> None:
+def test_gpu_defaults_are_larger_steps_and_two_steps_in_flight() -> None:
     defaults = with_defaults({}, "cuda")
     assert defaults == GPU_DEFAULTS
     sizes = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight")
@@ -82,7 +82,8 @@ def loaded() -> LoadedModel:
 
 
 def answers(loaded: LoadedModel, **knobs: object) -> tuple[dict[str, list[int]], int]:
-    """The tokens of 12 requests with shared prefixes in a pool that is too small for them, and the preemptions."""
+    """The tokens of 12 requests with shared prefixes, in a pool that is too small for all of them, and the number of
+    preemptions."""
     engine = Engine(loaded, num_blocks=24, block_size=4, max_model_len=64, **knobs)
     for number in range(12):
         prompt = [3, 1, 4, 1, 5, 9, 2, 6] + [10 + number % 5] * (1 + 3 * (number % 4))

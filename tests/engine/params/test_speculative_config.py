@@ -42,11 +42,11 @@ def test_speculative_config_sets_knobs(more: dict[str, Any], lookup: dict[str, i
     ("config", "others", "message"),
     [
         ("ngram", {}, "speculative_config is 'ngram'; give a mapping"),
-        ({}, {}, 'method is None; the only supported method is "ngram", prompt lookup'),
+        ({}, {}, r'method is None; the only supported method is "ngram" \(prompt lookup\)'),
         ({**CONFIG, "method": "eagle3"}, {}, "method is 'eagle3'"),
         ({**CONFIG, "model": "small"}, {}, "model is not supported; drafts come from the request's own tokens"),
         ({**CONFIG, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, {}, "use the knob draft_table"),
-        ({**CONFIG, "num_tokens": 3}, {}, "num_tokens is not supported; known are method, num_speculative_tokens"),
+        ({**CONFIG, "num_tokens": 3}, {}, "num_tokens is not supported; supported are method, num_speculative_tokens"),
         ({"method": "ngram"}, {}, "num_speculative_tokens is None; it must be an integer of at least 1"),
         ({**CONFIG, "num_speculative_tokens": 0}, {}, "num_speculative_tokens is 0"),
         ({**CONFIG, "num_speculative_tokens": True}, {}, "num_speculative_tokens is True"),
@@ -72,7 +72,7 @@ def test_engines_accept_speculative_config(loaded: LoadedModel, kind: Any) -> No
         (output,) = made.generate([{"prompt_token_ids": [40, 41, 42] * 6}], params, use_tqdm=False)
         assert len(output.token_ids) == 40
         assert engine.scheduler.stats().num_draft_tokens > 0
-    with pytest.raises(ConfigError, match="prompt_lookup_min is 4, more than prompt_lookup_max 3"):
+    with pytest.raises(ConfigError, match="prompt_lookup_min is 4, more than prompt_lookup_max, 3"):
         kind(loaded, num_blocks=80, speculative_config={**CONFIG, "prompt_lookup_min": 4, "prompt_lookup_max": 3})
     with pytest.raises(ConfigError, match="both set speculation"):
         kind(loaded, num_blocks=80, speculative_config=CONFIG, prompt_lookup_min=2)

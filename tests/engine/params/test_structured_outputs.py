@@ -27,7 +27,7 @@ def spec_of(**options: Any) -> GrammarSpec:
     return StructuredOutputsParams(**options).spec
 
 
-def test_each_kind_becomes_a_grammar() -> None:
+def test_each_kind_of_structured_output_becomes_a_grammar() -> None:
     assert spec_of(json=OBJECT) == spec_of(json=json.dumps(OBJECT, indent=3)) == ("json", json.dumps(OBJECT), True)
     assert spec_of(json=OBJECT, disable_any_whitespace=True).any_whitespace is False
     assert spec_of(regex="a+", disable_any_whitespace=True) == ("regex", "a+", True)
@@ -42,7 +42,7 @@ def test_the_order_of_properties_is_part_of_a_schema() -> None:
 
 
 def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
-    """They are compared, hashed and sent to other processes."""
+    """Parameters are compared and hashed, and pickled for other processes."""
     one = SamplingParams(structured_outputs=StructuredOutputsParams(json=OBJECT))
     other = SamplingParams(structured_outputs=StructuredOutputsParams(json=dict(OBJECT)))
     assert one == other and hash(one) == hash(other)
@@ -55,8 +55,8 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "none of them"),
-        ({"json_object": False}, "none of them"),
+        ({}, "no form"),
+        ({"json_object": False}, "no form"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice; give exactly one"),
         ({"json_object": 1}, "json_object is 1"),
         ({"regex": ""}, "regex is ''; it must be text"),
@@ -72,8 +72,8 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
         ({"json": "[1]"}, "must be a JSON schema"),
         ({"json": '"a"'}, "must be a JSON schema"),
         ({"json": 3}, "must be a JSON schema"),
-        ({"json": {"const": {1, 2}}}, "what JSON cannot express"),
-        ({"json": {"const": float("nan")}}, "what JSON cannot express: Out of range"),
+        ({"json": {"const": {1, 2}}}, "a value that JSON cannot express"),
+        ({"json": {"const": float("nan")}}, "a value that JSON cannot express: Out of range"),
         ({"json": "[" * 30_000 + "]" * 30_000}, "nested too deeply"),
         ({"choice": []}, "0 texts; give 1 to 4,096"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "4,097 texts"),
@@ -83,7 +83,7 @@ def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
         ({"choice": ["a" * 40_000] * 2}, "choice has 80,000 characters, and the maximum is 65,536"),
         ({"json": {"const": "\ud800"}}, "lone surrogate"),
         ({"json": {"const": "a\0"}}, "NUL"),
-        ({"json": '{"const": NaN}'}, "what JSON cannot express"),
+        ({"json": '{"const": NaN}'}, "a value that JSON cannot express"),
         (
             {"json": {"const": [[[]]], "default": {"a": "b" * MAX_GRAMMAR_BYTES}}},
             "and the maximum is 65,536; shorten it",
@@ -162,7 +162,7 @@ def test_schemas_that_are_enforced_pass(seed: int) -> None:
         ({"type": "integer", "minimum": 3, "exclusiveMaximum": 2}, "no number is at least 3 and at most 2; swap them"),
         ({"type": "number", "minimum": True}, "'minimum' is True; it must be a number of 64 bits"),
         ({"type": "object", "minProperties": 2}, "'minProperties' is 2, and a text may have one name twice"),
-        ({"$ref": "#/$defs/missing"}, "$ref is '#/$defs/missing', and there is nothing in this place"),
+        ({"$ref": "#/$defs/missing"}, "$ref is '#/$defs/missing', and the schema has nothing at this path"),
         ({"properties": {"a": 3}}, "has 3 where a schema belongs, at /properties/a"),
     ],
 )
@@ -229,8 +229,8 @@ ROOM = MAX_GRAMMAR_BYTES - 100
     ],
     ids=lambda schema: str(schema)[:40],
 )
-def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
-    """They are checked in the API's event loop, while others wait; quadratic checks took seconds."""
+def test_the_longest_schemas_are_checked_in_milliseconds(schema: Any) -> None:
+    """Schemas are checked in the API's event loop, while other requests wait; checks of quadratic time took seconds."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     assert len(text.encode()) <= MAX_GRAMMAR_BYTES
     assert seconds_to_check(text) < 0.2  # takes a quarter of that here; a busy machine takes longer
@@ -247,14 +247,14 @@ def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
     ],
     ids=lambda options: str(options)[:40],
 )
-def test_too_long_values_are_refused_before_parsing(options: dict[str, Any]) -> None:
+def test_too_long_structured_outputs_are_refused_before_parsing(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"and the maximum is 65,536; shorten it"):
         StructuredOutputsParams(**options)
     assert seconds_to_check(**options) < 0.2
 
 
 def seconds_to_check(schema: Any = None, **options: Any) -> float:
-    """Processor time; the minimum of three runs."""
+    """Seconds of processor time to check a schema: the minimum of three runs."""
     seconds = []
     for _ in range(3):
         started = time.thread_time()

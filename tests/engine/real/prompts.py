@@ -121,4 +121,4 @@ PROMPTS = tuple(prompt for prompts in BY_LANGUAGE.values() for prompt in prompts
 SOME_PROMPTS = tuple(
     prompts[place] for prompts in BY_LANGUAGE.values() for place in ((0, -1) if len(prompts) > 5 else (0,))
 )
-"""The first prompt of each language, and a long one."""
+"""The first prompt of each language, and one long prompt."""

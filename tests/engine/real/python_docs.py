@@ -16,7 +16,8 @@ TIMEOUT = 120.0
 
 
 def _downloaded(package: str, folder: Path) -> Path:
-    """A package's file in the folder; skips the test if Debian's archive cannot be reached."""
+    """Download a Debian package into the folder; return its path. Skips the test if Debian's archive cannot be
+    reached."""
     command = ["apt-get", "download", package]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)

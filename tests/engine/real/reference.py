@@ -27,10 +27,11 @@ CLOSEST = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A greedy token that differs from the reference's, where its two most likely tokens are nearly equal."""
+    """A greedy token that differs from the reference's token, at a position where the reference's two most likely
+    tokens have nearly equal logits."""
 
     place: int
-    """Number of output tokens before it."""
+    """Number of output tokens before the token."""
     token: int
     logit: float
     """The token's logit in the reference."""
@@ -39,7 +40,7 @@ class Tie:
 
 
 class NearTie(UserWarning):
-    """A token differs from the reference's because of rounding."""
+    """Warning: a token differs from the reference's because of rounding."""
 
 
 @cache
@@ -63,7 +64,7 @@ def loaded(name: str, dtype: str = "float32") -> LoadedModel:
 
 
 def token_ids_of(name: str, text: str) -> list[int]:
-    """A prompt's tokens, including those that the tokenizer adds."""
+    """A prompt's token ids, including special tokens that the tokenizer adds."""
     tokenizer = loaded(name).tokenizer
     assert tokenizer is not None
     token_ids: list[int] = tokenizer(text)["input_ids"]
@@ -88,7 +89,7 @@ class Reference:
         return logits.float()
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """Greedy tokens, including the one that ends the text."""
+        """Greedy tokens after a prompt, including the token that ends the text."""
         ids = torch.tensor([prompt])
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0

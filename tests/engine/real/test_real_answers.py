@@ -27,7 +27,7 @@ def test_smollm2_knows_the_capital_of_france() -> None:
 
 
 @pytest.mark.parametrize("dtype", short_of(["float32", "bfloat16"], ["float32"]))
-def test_gemma3_counts(dtype: str) -> None:
+def test_gemma3_continues_a_count(dtype: str) -> None:
     llm = LLM(str(weights_of("gemma3-270m")), dtype=dtype)
     assert llm.generate("2 + 2 =", GREEDY)[0].outputs[0].text.startswith(" 4")
 

@@ -26,8 +26,8 @@ def prompt_of(document: str) -> list[int]:
     return token_ids[:LENGTH]
 
 
-def test_long_contexts_equal_transformers() -> None:
-    """In chunks, two requests at a time; the second time with cache hits."""
+def test_greedy_tokens_after_long_contexts_equal_transformers() -> None:
+    """Prompts are computed in chunks, two requests at a time; in the second run with cache hits."""
     prompts = [prompt_of("design.md"), prompt_of("engine.md")]
     engine = Engine(loaded(NAME), max_model_len=LENGTH + 48, num_blocks=1000, max_num_batched_tokens=300)
     assert len(engine.scheduler.config.kv_groups) > 1, "layers with a window keep only the KV of the window"
@@ -45,8 +45,8 @@ def test_long_contexts_equal_transformers() -> None:
     assert len(ties) <= 1
 
 
-def test_ignoring_the_window_changes_the_tokens() -> None:
-    """Otherwise the test above would not test windows."""
+def test_ignoring_the_sliding_window_changes_the_tokens() -> None:
+    """The tokens differ if the window is ignored, so the previous test does test windows."""
     prompt = prompt_of("design.md")
     options: dict[str, Any] = {
         "max_model_len": LENGTH + 48,

@@ -68,7 +68,7 @@ def complete(llm: LLM, prompts: Any, **params: Any) -> list[RequestOutput]:
 
 
 def test_log_probabilities_equal_transformers(name: str, llm: LLM) -> None:
-    """Of outputs and prompts: the tokens, their order and their values."""
+    """The most likely tokens, their order and their log probabilities are equal, for outputs and prompts."""
     texts = list(SOME_PROMPTS[:3])
     for text, output in zip(texts, complete(llm, texts, max_tokens=6, logprobs=5, prompt_logprobs=5), strict=True):
         prompt = token_ids_of(name, text)
@@ -116,7 +116,7 @@ def test_a_stop_string_across_tokens_is_found_in_any_script(llm: LLM) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_outputs_under_a_schema_are_valid(llm: LLM, temperature: float) -> None:
+def test_structured_outputs_are_valid_under_their_schema(llm: LLM, temperature: float) -> None:
     prompts = [f"{text}\n\nA person as JSON:\n" for text in SOME_PROMPTS]
     params = {"structured_outputs": StructuredOutputsParams(json=PERSON), "max_tokens": 200, "seed": 1}
     outputs = complete(llm, prompts, temperature=temperature, **params)
@@ -128,7 +128,7 @@ def test_outputs_under_a_schema_are_valid(llm: LLM, temperature: float) -> None:
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_chats_are_rendered_as_in_transformers(chat: str) -> None:
-    """The template of a GGUF file, and its special tokens."""
+    """The chat template of a GGUF file gives the same prompt, with the same special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(exported("smollm2"))
     expected = tokenizer.apply_chat_template(CHATS[chat], add_generation_prompt=True, return_dict=False)
     llm = LLM(loaded("smollm2"), max_model_len=512, num_blocks=64, block_size=16)

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_TOKENS, WINDOW = 20_000, 1_000
 PRECISION = {"float32": 0.001, "bfloat16": 0.01}
-"""Relative difference of the perplexities."""
+"""Largest allowed relative difference of the two perplexities."""
 
 
 def windows_of(name: str) -> list[list[int]]:
-    """The text in sequences of `WINDOW` tokens, each after the tokens with which the tokenizer begins a text."""
+    """The text, cut into sequences of `WINDOW` tokens; each follows the tokens that the tokenizer puts at the beginning
+    of a text."""
     beginning = token_ids_of(name, "")
     token_ids = token_ids_of(name, tutorial())[len(beginning) :]
     assert len(token_ids) >= NUM_TOKENS
@@ -38,7 +39,7 @@ def perplexity(logprobs: list[float]) -> float:
 
 
 def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
-    """transformers' log probability of each token except the first of each window."""
+    """transformers' log probabilities of all tokens except the first token of each window."""
     reference = Reference(name, getattr(torch, dtype))
     found: list[float] = []
     for window in windows:
@@ -49,7 +50,7 @@ def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
 
 
 def ours(model: LoadedModel, windows: list[list[int]], **options: Any) -> list[float]:
-    """The same log probabilities from an engine, with all windows at once."""
+    """An engine's log probabilities of the same tokens, with one request for each window, all at the same time."""
     engine = Engine(model, max_model_len=WINDOW + 8, num_blocks=400, **options)
     found: list[float] = []
     for output in run(engine, windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)):
@@ -72,7 +73,7 @@ def test_perplexity_equals_transformers(name: str, dtype: str, record_property: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
+def test_8_bit_weights_hardly_raise_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
     windows = windows_of(name)
     exact = perplexity(ours(loaded(name), windows))
     rounded = perplexity(ours(load_model(weights_of(name), quantization="int8"), windows))
@@ -83,7 +84,7 @@ def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str
 
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_4_bits_of_a_file_cost_little_perplexity(
+def test_4_bit_weights_of_a_file_hardly_raise_perplexity(
     name: str, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
     windows = windows_of(name)

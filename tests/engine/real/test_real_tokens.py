@@ -25,12 +25,12 @@ pytestmark = pytest.mark.e2e
 TEXTS = PROMPTS if is_long() else SOME_PROMPTS
 GREEDY = SamplingParams(temperature=0.0, max_tokens=short_or_long(8, 24))
 MAX_TIES = 2
-"""Limit of the near ties in all outputs of a run."""
+"""Maximum number of near ties in all outputs of a run."""
 
 
 @dataclass
 class Run:
-    """The results of all prompts in an engine."""
+    """The results of one engine for all prompts."""
 
     engine: Engine
     outputs: list[RequestOutput]
@@ -43,13 +43,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Setting:
-    """The configuration of an engine, and a count of the feature that it tests."""
+    """The configuration of an engine that tests a feature, and a function that counts uses of the feature."""
 
     knobs: dict[str, Any]
     count: Callable[[Run], int]
     rounds: int = 1
     num_spare_blocks: int | None = None
-    """Blocks of the pool beyond those of the longest request; None: enough for all requests."""
+    """Number of blocks in the pool in addition to those of the longest request; None: enough blocks for all
+    requests."""
 
 
 SETTINGS = {
@@ -103,7 +104,7 @@ def test_greedy_tokens_equal_transformers(
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_transformers_generate(name: str) -> None:
-    """transformers' own loop, with its own KV cache."""
+    """The reference tokens are from transformers' own `generate`, with its own KV cache."""
     prompts = [token_ids_of(name, text) for text in PROMPTS]
     outputs = run(Engine(loaded(name), max_model_len=512, num_blocks=1000, block_size=16), prompts, GREEDY)
     ties = 0

@@ -97,7 +97,7 @@ def test_edited_logits_equal_the_slow_reference(
     seed: int,
     counted_before: int,
 ) -> None:
-    """All tokens are counted at once, or some of them at an earlier step."""
+    """All output tokens are counted in one step, or some of them in an earlier step."""
     request = request_of(SamplingParams(max_tokens=500, **params), prompt, output, tuple(stop))
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed)) * 3
     row = EditedRow(request, 1, V, bad_words)
@@ -123,7 +123,7 @@ def test_repetition_penalty_equals_transformers() -> None:
         ("top_p", 0.6, TopPLogitsWarper(0.6)),
     ],
 )
-def test_cuts_of_top_k_top_p_and_min_p_equal_transformers(name: str, value: float, warper: Any) -> None:
+def test_top_k_top_p_and_min_p_keep_the_tokens_of_transformers(name: str, value: float, warper: Any) -> None:
     n = 40
     logits = torch.randn(n, V, generator=torch.Generator().manual_seed(2)) * 2
     off: dict[str, Any] = {"top_k": np.zeros(n, dtype=np.int64), "top_p": np.ones(n), "min_p": np.zeros(n)}
@@ -144,7 +144,7 @@ def test_a_repeated_step_counts_tokens_once() -> None:
     assert torch.equal(edited(logits, row, 3), once), "an earlier position counts only the tokens before it"
 
 
-def test_counts_grow_with_many_different_tokens() -> None:
+def test_token_counts_grow_with_many_different_tokens() -> None:
     tokens = np.random.default_rng(0).integers(0, 3000, 4000)
     counts = TokenCounts(2000)
     for part in np.split(tokens, [1, 2, 700, 703]):
@@ -156,7 +156,8 @@ def test_counts_grow_with_many_different_tokens() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_bad_words_read_only_the_end_of_the_output(length: int) -> None:
-    """Words of one, two and five tokens are found, and quickly after a quarter of a million tokens."""
+    """Bad words of one, two and five tokens are found; after 250,000 output tokens the search is as fast as after
+    few."""
     word = tuple(range(3, 3 + length))
     request = request_of(SamplingParams(bad_words=["x"]), [1], [1, 2] * 128_000 + list(word[:-1]))
     row = EditedRow(request, 1, V, [word])
@@ -171,7 +172,8 @@ def test_bad_words_read_only_the_end_of_the_output(length: int) -> None:
 
 
 def test_output_since_returns_the_output_from_any_token() -> None:
-    """While the output moves from the scheduler's ring, 256 tokens long, to the request's own array."""
+    """Any part of the output can be read while the output grows out of the scheduler's ring of 256 tokens into the
+    request's own array."""
     config = SchedulerConfig(num_blocks=50, block_size=16, max_model_len=700, max_num_seqs=2, max_num_batched_tokens=32)
     scheduler = Scheduler(config)
     request = Request("r", [1, 2, 3], arrival_time=0.0, max_tokens=600)

@@ -1,4 +1,4 @@
-"""The race in Triton, interpreted on a CPU, gives the same tokens as its two other forms."""
+"""The race in Triton, interpreted on a CPU, gives the same tokens as the races in PyTorch and in compiled CPU code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race import mix_array
 from pointsman.engine.sampling.race_kernels import draw_rows
 from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
-from pointsman.engine.sampling.sampler import Sampler, choose_anywhere, choose_on_cpu
+from pointsman.engine.sampling.sampler import Sampler, choose_on_cpu, choose_with_pytorch
 from tests.engine.sampling.test_sampler import SamplingRow, chi_square, step_of
 from tests.forms import short_or_long
 from tests.triton_ahead import compile_all, kernel_of
@@ -53,7 +53,7 @@ def batch_of(rows: list[dict[str, float]], seed: int = 0) -> SamplingBatch:
 
 
 def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[list[int], list[bool]]:
-    """Tokens and ok of `DeviceRace.choose`, after its outputs and workspaces were poisoned."""
+    """The tokens and `ok` that `DeviceRace.choose` writes over output arrays and workspaces full of wrong values."""
     race = DeviceRace(len(logits) + spare_rows, logits.shape[1], "cpu")
     for name, value in vars(race).items():
         if isinstance(value, Tensor):
@@ -70,11 +70,12 @@ def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[l
 
 
 def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[int]:
-    """Check that all three forms agree; returns the tokens of rows that are ok, and None for other rows."""
+    """Check that the three races choose equal tokens; returns the token of each row that is ok, and None for other
+    rows."""
     batch = batch_of(rows, seed)
     tokens, ok = choose(logits, batch)
     whole = logits.float()
-    for expected, expected_ok in (choose_anywhere(whole, batch), choose_on_cpu(whole, batch, draw_rows)):
+    for expected, expected_ok in (choose_with_pytorch(whole, batch), choose_on_cpu(whole, batch, draw_rows)):
         assert ok == expected_ok.tolist()
         wrong = [at for at in range(len(rows)) if ok[at] and tokens[at] != expected[at]]
         assert not wrong, [(at, rows[at], tokens[at], expected[at]) for at in wrong]
@@ -82,7 +83,8 @@ def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[i
 
 
 def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list[dict[str, float]]:
-    """Parameters of rows. Every third row has neither top-k nor top-p, and some of these rows are greedy."""
+    """Random sampling parameters of rows. Every third row has neither top-k nor top-p, and some of these rows are
+    greedy."""
     rows: list[dict[str, float]] = []
     for at in range(num_rows):
         one: dict[str, float] = {
@@ -103,7 +105,8 @@ def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list
 
 @pytest.mark.parametrize(("spread", "dtype"), [(0.5, torch.float32), (3.0, torch.bfloat16), (12.0, torch.float16)])
 def test_rows_of_mixed_logits_get_the_tokens_of_the_cpu_race(spread: float, dtype: torch.dtype) -> None:
-    """Flat, usual and sharp logits, every fifth row mostly masked; bfloat16 has ties at every cut."""
+    """Rows have flat, usual or sharp logits, and every fifth row is mostly masked; in bfloat16 tokens tie at every
+    limit."""
     random = np.random.default_rng(int(spread))
     num_rows = short_or_long(45, 400)
     logits = torch.randn(num_rows, V, generator=torch.Generator().manual_seed(9)) * spread
@@ -120,7 +123,8 @@ def test_any_number_of_splits_gives_the_tokens_of_the_cpu(vocab_size: int) -> No
 
 
 def test_rows_with_too_many_candidates_are_searched_whole() -> None:
-    """Rows with top-k, top-p and both, over 4,500 tokens of nearly equal weight."""
+    """Rows with top-k, with top-p and with both have 4,500 tokens of nearly equal weight, more than the list of
+    candidates holds."""
     vocab_size = 4500
     assert race_triton.CAPACITY.value < vocab_size
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.01
@@ -128,10 +132,10 @@ def test_rows_with_too_many_candidates_are_searched_whole() -> None:
     race = DeviceRace(3, vocab_size, "cpu")
     tokens, _ = race.draw(logits, batch)
     assert (race._num_listed > race_triton.CAPACITY.value).all()
-    assert tokens.tolist() == choose_anywhere(logits, batch)[0].tolist()
+    assert tokens.tolist() == choose_with_pytorch(logits, batch)[0].tolist()
 
 
-def test_logits_may_be_a_slice_and_parameters_have_more_rows() -> None:
+def test_logits_may_be_a_slice_and_parameters_may_have_more_rows() -> None:
     wide = torch.randn(6, V + 24, generator=torch.Generator().manual_seed(4))
     wide[:, V:] = 99.0
     logits, rows = wide[:, :V], mixture(np.random.default_rng(1), 6, V)
@@ -150,7 +154,8 @@ def test_a_rows_token_does_not_depend_on_other_rows() -> None:
 
 @st.composite
 def hard_rows(draw: Any) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Rows of few distinct logits, some masked, of any sign and size, zeros of both signs, and any parameters."""
+    """Random rows with few distinct logits of any sign and size (also zeros of both signs), masked tokens, and any
+    parameters."""
     vocab_size = draw(st.integers(1, 40))
     logit = st.one_of(
         st.sampled_from([0.0, -0.0, 1.0, 1.5, -2.0, 8.0, -math.inf]),
@@ -193,7 +198,7 @@ def test_rows_without_a_finite_maximum_are_not_ok() -> None:
     assert check(logits, kinds * 4) == [17] * 3
 
 
-def test_greedy_takes_the_first_maximum_also_of_a_later_split() -> None:
+def test_greedy_rows_choose_the_first_maximum_in_any_split() -> None:
     logits = torch.zeros(3, 9000)
     logits[0, [4095, 4096, 8999]] = 2.0
     logits[1, [4100, 8999]] = 2.0
@@ -232,18 +237,19 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
     logits = (0.1 + torch.arange(10, dtype=torch.float64) * 1e-4).log().float()[None]
     six = float(torch.softmax(logits[0].double(), 0)[4:].sum())
     above = batch_of([{"top_p": six + 1e-6}] * 60)
-    tokens, _ = choose_anywhere(logits.expand(60, -1), above)
+    tokens, _ = choose_with_pytorch(logits.expand(60, -1), above)
     seventh = (tokens == 3).nonzero()[0].tolist()
     assert len(seventh) >= 3
     for at in seventh[:3]:
         own = above.of_row(at)
         assert choose(logits, own)[0] == [3]
         below = replace(own, top_p=np.array([six - 1e-6]))
-        assert choose(logits, below)[0] == choose_anywhere(logits, below)[0].tolist() != [3]
+        assert choose(logits, below)[0] == choose_with_pytorch(logits, below)[0].tolist() != [3]
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
-    """min-p keeps 4 of 6 tokens, with and without top-k; 3 degrees of freedom, 0.1 % point 16.3."""
+    """min-p keeps 4 of 6 tokens, with and without top-k. The limit 16.3 of the chi-squared statistic is that of 3
+    degrees of freedom at 0.1 %."""
     draws = short_or_long(100, 2000)
     logits = torch.tensor([0.9, -3.0, 1.5, 0.2, -0.4, 1.2])
     kept = [0, 2, 3, 5]
@@ -259,7 +265,7 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 # ------------------------------------------------------------------------------------------------------- the interface
 
 
-def test_columns_scatter_rows_and_make_other_rows_greedy() -> None:
+def test_columns_have_each_rows_parameters_and_unused_rows_are_greedy() -> None:
     batch = batch_of([{"temperature": 0.0}, {"temperature": 0.5, "top_k": 2**40, "top_p": 0.8, "min_p": 0.1}])
     columns = DeviceParameters.columns(batch, 3)
     assert {name: (str(column.dtype), column.tolist()) for name, column in columns.items()} == {
@@ -269,7 +275,7 @@ def test_columns_scatter_rows_and_make_other_rows_greedy() -> None:
         "min_p": ("float32", [0.0, float(np.float32(0.1)), 0.0]),
         "keys": ("int64", [0, int(batch.keys.view(np.int64)[0]), 0]),
     }
-    with pytest.raises(ValueError, match="has 2 rows, and the columns only 1"):
+    with pytest.raises(ValueError, match="has 2 rows, and the columns have only 1"):
         DeviceParameters.columns(batch, 1)
 
 
@@ -282,7 +288,7 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     race.choose(logits[:0], parameters, tokens[:0], ok[:0])
     for message, arguments in (
         ("must be [n, 8]", (logits[:, :7], parameters, tokens, ok)),
-        ("at most 2; make a DeviceRace of more", (torch.zeros(3, 8), parameters, tokens, ok)),
+        ("max_rows is 2; make a DeviceRace", (torch.zeros(3, 8), parameters, tokens, ok)),
         ("torch.float64 with strides", (logits.double(), parameters, tokens, ok)),
         ("strides (1, 2)", (torch.zeros(8, 2).T, parameters, tokens, ok)),
         ("parameters.top_p is [2] torch.float32", (logits, replace(parameters, top_p=torch.ones(2)), tokens, ok)),
@@ -299,7 +305,8 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
 
 
 def test_a_gpus_sampler_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device only selects the form; the logits are on the CPU. A larger step gets larger workspaces."""
+    """The sampler's device selects the Triton kernels, although the logits are on the CPU here. A larger step gets
+    larger workspaces."""
     drawn: list[int] = []
     draw = DeviceRace.draw
     monkeypatch.setattr(DeviceRace, "draw", lambda race, *args: drawn.append(race.max_rows) or draw(race, *args))

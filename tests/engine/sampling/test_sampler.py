@@ -14,14 +14,14 @@ from pointsman.core.state.output import OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.race import cut_min_p, cut_top_k, cut_top_p, derive_seed, probabilities
-from pointsman.engine.sampling.sampler import Sampled, Sampler, choose_anywhere
+from pointsman.engine.sampling.sampler import Sampled, Sampler, choose_with_pytorch
 
 BITS = (1 << 64) - 1
 
 
 @dataclass
 class SamplingRow:
-    """One row of a step: `banned` become stop tokens that `min_tokens` excludes."""
+    """One row of a step; the tokens `banned` become stop tokens that `min_tokens` excludes."""
 
     params: SamplingParams
     seed: int
@@ -34,7 +34,7 @@ def row(seed: int = 0, position: int = 0, banned: tuple[int, ...] = (), **params
 
 
 def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.ndarray]:
-    """A step that admits all rows, with the other arguments of `Sampler.sample`."""
+    """The arguments of `Sampler.sample` except the logits, for a step that admits a request for every row."""
     requests = []
     for index, one in enumerate(rows):
         least = one.position + 1 if one.banned else 0
@@ -82,12 +82,12 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
 
 
 def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> Sampled:
-    """Sample, and check that both implementations of the race agree."""
+    """Sample tokens, and check that the races in PyTorch and in compiled code draw the same tokens."""
     sampler = Sampler(logits.shape[-1])
     batch = sampler.prepare(*step_of(rows))
     sampled = sampler.run(logits, batch)
     edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
-    tokens, ok = choose_anywhere(edited, batch)
+    tokens, ok = choose_with_pytorch(edited, batch)
     assert ok.tolist() == sampled.ok.tolist() and tokens[ok].tolist() == sampled.token_ids[ok].tolist()
     return sampled
 
@@ -108,7 +108,7 @@ def mix(x: int) -> int:
 
 
 def slow_sample(logits: list[float], row: SamplingRow) -> int:
-    """One token at a time, with Python's integers and floats."""
+    """Draw the token of one row with Python's integers and floats, token by token."""
     params = row.params
     alive = [t for t in range(len(logits)) if t not in row.banned]
     if params.is_greedy:
@@ -173,8 +173,9 @@ def test_a_rows_token_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
-def test_both_implementations_agree_on_many_mixtures_of_cuts(spread: float) -> None:
-    """`sample` compares them. Logits are flat, usual and sharp, with many masked tokens in some rows."""
+def test_pytorch_and_compiled_code_draw_the_same_tokens(spread: float) -> None:
+    """`sample` compares the two implementations. Logits are flat, usual or sharp, with many masked tokens in some
+    rows."""
     random = np.random.default_rng(int(spread))
     logits = torch.randn(150, 900, generator=torch.Generator().manual_seed(5)) * spread
     logits[::5, random.permutation(900)[:880].copy()] = -math.inf
@@ -201,7 +202,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("by", ["position", "seed"])
 def test_tokens_are_drawn_with_their_probabilities(by: str) -> None:
-    """Over positions with one seed, and over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""
+    """Tokens are drawn at many positions with one seed, and with many seeds at one position. The limit 31.3 of the
+    chi-squared statistic is that of 11 degrees of freedom at 0.1 %."""
     draws = 20_000
     logits = torch.linspace(-2, 1.5, 12).expand(draws, -1)
     params = [SamplingParams(temperature=0.9, seed=99)] * draws
@@ -213,8 +215,9 @@ def test_tokens_are_drawn_with_their_probabilities(by: str) -> None:
     assert chi_square(counts, expected) < 31.3
 
 
-def test_consecutive_positions_are_independent() -> None:
-    """Pairs of tokens at neighbouring positions; 15 degrees of freedom, 0.1 % point 37.7."""
+def test_tokens_at_consecutive_positions_are_independent() -> None:
+    """Pairs of tokens at neighbouring positions are counted. The limit 37.7 of the chi-squared statistic is that of 15
+    degrees of freedom at 0.1 %."""
     draws = 20_000
     logits = torch.zeros(draws, 4)
     params = SamplingParams(seed=4)

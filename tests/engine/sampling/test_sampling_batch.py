@@ -30,7 +30,8 @@ TOKENIZER = byte_tokenizer(V)
 
 
 def logits_after(sequence: np.ndarray) -> torch.Tensor:
-    """[V], a function of the last tokens and the length. A few tokens are likely, so penalties and cuts matter."""
+    """[V] logits, a function of a sequence's last tokens and length. Only few tokens are likely, so penalties and top-p
+    change the tokens."""
     generator = torch.Generator().manual_seed(int(sequence[-3:] @ [1, 97, 9409][: len(sequence[-3:])]) % 50)
     return torch.randn(V, generator=generator) * 3
 
@@ -102,7 +103,7 @@ def requests_of(features: list[dict[str, Any]]) -> dict[str, tuple[list[int], Sa
 
 @pytest.mark.parametrize("fail", [(), (2, 5)])
 def test_tokens_are_the_same_alone_batched_and_preempted(fail: tuple[int, ...]) -> None:
-    """Every feature, with a pool so small that requests are preempted, and with steps that fail."""
+    """Requests with every sampling feature run in a pool so small that they are preempted, and some steps fail."""
     requests = requests_of(FEATURES)
     alone, alone_logprobs = {}, {}
     for name, one in requests.items():
@@ -130,7 +131,7 @@ def test_tokens_are_the_same_alone_batched_and_preempted(fail: tuple[int, ...]) 
     st.sets(st.integers(0, 6), max_size=2),
     st.permutations(range(9)),
 )
-def test_any_mix_order_and_failure_leaves_tokens_unchanged(
+def test_batch_mix_row_order_and_failed_steps_change_no_tokens(
     features: list[dict[str, Any]], num_blocks: int, fail: set[int], order: list[int]
 ) -> None:
     requests = requests_of(features)
@@ -139,8 +140,9 @@ def test_any_mix_order_and_failure_leaves_tokens_unchanged(
     assert Host(max(num_blocks, 11), tuple(fail), 24).run(shuffled) == expected
 
 
-def test_reused_rows_start_with_fresh_state() -> None:
-    """Waves of different requests use the same rows: no request inherits parameters or counts."""
+def test_a_reused_row_has_no_state_of_earlier_requests() -> None:
+    """Groups of different requests use the same rows one after the other; no request gets parameters or token counts of
+    another."""
     host = Host()
     for wave in range(3):
         features = FEATURES[wave:] + FEATURES[:wave]
@@ -165,7 +167,7 @@ def test_requests_without_a_seed_derive_one_from_their_id() -> None:
     assert named["x"] == free["a"]
 
 
-def test_outputs_obey_all_parameters() -> None:
+def test_outputs_obey_all_sampling_parameters() -> None:
     """Whole outputs have no token that is not allowed, no bad word, and no early end."""
     requests = requests_of(FEATURES)
     found = Host().run(requests)
@@ -175,7 +177,8 @@ def test_outputs_obey_all_parameters() -> None:
 
 
 def test_a_bad_word_is_not_sampled() -> None:
-    """A word of two tokens that greedy sampling would produce; each of its tokens alone is still allowed."""
+    """The bad word has two tokens, which greedy sampling would choose; each of them is still allowed without the
+    other."""
     prompt, free = [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     tokens = Host().run({"r": (prompt, free)})["r"]
     pairs = [tokens[i : i + 2] for i in range(5, 28)]

@@ -32,13 +32,13 @@ class Repository:
     claimed_sizes: Mapping[str, int] = field(default_factory=dict)
     """File -> wrong size in bytes that the hub reports."""
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    """File -> numbers of bytes after which its connections break, one after the other."""
+    """File -> for each connection in order, the number of bytes after which the connection breaks."""
     stalled: str | None = None
-    """A file that the hub sends only the first half of, until the hub ends."""
+    """Name of a file of which the hub sends only the first half; the connection then stays open until the hub stops."""
 
     @property
     def commit(self) -> str:
-        """The commit of these files."""
+        """The commit: a hash of the contents of the repository's files."""
         text = json.dumps({name: hashlib.sha1(content).hexdigest() for name, content in self.files.items()})
         return hashlib.sha1(text.encode()).hexdigest()
 

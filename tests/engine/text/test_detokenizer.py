@@ -1,4 +1,5 @@
-"""Text released token by token is that of all tokens at once; stop strings are found where `str.find` finds them."""
+"""Text that is released token by token equals the text of all tokens decoded in one call; stop strings are found where
+`str.find` finds them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def pieces_of(decoder: TextDecoder, token_ids: list[int], skip_special_tokens: b
 # -------------------------------------------------------------------------------------------------------- streams
 
 
-def test_streamed_text_equals_text_decoded_at_once(kind: str, tokenizer: Any) -> None:
+def test_streamed_text_equals_text_decoded_in_one_call(kind: str, tokenizer: Any) -> None:
     decoder, rng = TextDecoder(tokenizer), random.Random(kind)
     num_strings = NUM_STRINGS // 4 if kind.startswith("python") else NUM_STRINGS
     num_grown = 0
@@ -60,7 +61,7 @@ def test_streamed_text_equals_text_decoded_at_once(kind: str, tokenizer: Any) ->
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback", "python", "python-replacing"])
 def test_released_text_has_only_whole_characters(name: str) -> None:
-    """Whole texts spelled in bytes: all characters are released, and only whole ones."""
+    """The tokens of the texts are single bytes; all characters are released, and none in parts."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(1)
     for _ in range(200):
@@ -92,7 +93,8 @@ def test_invalid_bytes_do_not_hold_back_later_text(name: str) -> None:
 
 
 def test_a_run_of_fallback_bytes_is_decoded_as_a_whole() -> None:
-    """The decoder's behaviour, and why a run has to wait: one bad byte changes the valid characters before it."""
+    """A run of byte tokens is held back until it ends, because one invalid byte changes the decoder's text of the valid
+    bytes before it."""
     tokenizer = KINDS["byte-fallback"]()
     good = [byte_token("byte-fallback", tokenizer, byte) for byte in "é".encode()]
     b = tokenizer.convert_tokens_to_ids("b")
@@ -126,7 +128,7 @@ WORDS = (
 
 
 class _Parts:
-    """A stream whose token i is the i-th of some texts."""
+    """A token stream in which the text of token i is the i-th of some texts."""
 
     def __init__(self, parts: list[str]) -> None:
         self.parts = parts
@@ -145,7 +147,7 @@ class _Parts:
 @example([" n", " ' ", "t"])  # joined twice
 @example([" '", " '", " '", " n", " '", "t", " '", " '", "s"])
 def test_streamed_clean_up_equals_that_of_transformers(words: list[str]) -> None:
-    """Against transformers' own clean-up of the whole text."""
+    """The expected text is transformers' clean-up of the whole text."""
     clean = metaspace().clean_up_tokenization
     stream = CleanUpStream(_Parts(words), clean, str, frozenset())
     pieces = [*(stream.feed(index) for index in range(len(words))), stream.flush()]
@@ -154,7 +156,7 @@ def test_streamed_clean_up_equals_that_of_transformers(words: list[str]) -> None
 
 @pytest.mark.parametrize("chain", ["'", "n", "n '", "' ' n"])
 def test_a_chain_of_removable_spaces_is_released(chain: str) -> None:
-    """Each quote might belong to the next word: text is released nevertheless, at a constant cost."""
+    """Each quote might belong to the next word; text is released nevertheless, at a constant cost per token."""
     clean = metaspace().clean_up_tokenization
     words = [" " + word for word in chain.split()] * 8000
     stream = CleanUpStream(_Parts(words), clean, str, frozenset())
@@ -187,8 +189,9 @@ def test_token_text_is_the_text_after_other_text() -> None:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_detokenizing_takes_constant_time_per_token(name: str) -> None:
-    """A text 16 times as long takes 16 times as long; decoding all tokens at every step would take 256 times."""
+def test_detokenizing_has_constant_cost_per_token(name: str) -> None:
+    """A text 16 times as long takes about 16 times as long; if every step decoded all tokens, it would take 256 times
+    as long."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(2)
     token_ids = random_tokens(name, tokenizer, rng, most=100) * 2
@@ -208,7 +211,8 @@ def test_detokenizing_takes_constant_time_per_token(name: str) -> None:
 
 
 def first_stop(text: str, stop: list[str], floor: int = 0) -> tuple[int, int, str] | None:
-    """(start, end, string) of the match that ends first after `floor`; of several with the same end, the longest."""
+    """(start, end, stop string) of the match that ends first after position `floor`; of several matches with the same
+    end, the longest."""
     found = []
     for one in stop:
         start = text.find(one)
@@ -264,7 +268,7 @@ def without_half_a_stop(text: str, stop: list[str]) -> str:
 
 
 def _random_stop(text: str, rng: random.Random) -> str:
-    """A part of the text, sometimes changed, so that it is found or nearly found."""
+    """A part of the text as stop string, sometimes with a change, so that only a beginning of it is in the text."""
     if len(text) < 2 or rng.random() < 0.1:
         return rng.choice(["zz", " a", "."])
     start = rng.randrange(len(text))
@@ -281,7 +285,8 @@ def _random_stop(text: str, rng: random.Random) -> str:
 def test_stop_strings_end_the_text_only_after_min_tokens(
     parts: list[str], stop: list[str], min_tokens: int, include: bool
 ) -> None:
-    """Two letters only, so that stop strings overlap with themselves, each other and the minimum."""
+    """The texts have two letters only, so that stop strings overlap with themselves, with each other and with the end
+    of the first `min_tokens` tokens."""
     detokenizer = Detokenizer(_Parts(parts), stop, include_stop=include, min_tokens=min_tokens)
     text, num_fed = "", 0
     while num_fed < len(parts) and detokenizer.stop_reason is None:
@@ -302,7 +307,8 @@ def test_stop_strings_end_the_text_only_after_min_tokens(
 
 @pytest.mark.parametrize(("stop", "num_tokens"), [("\n", 3), ("\n\n", 4), (" a\n", 3), ("日", 7), ("\ufffd", 9)])
 def test_a_stop_string_in_byte_tokens_ends_the_text_immediately(stop: str, num_tokens: int) -> None:
-    """The text ends before the run of bytes does; an incomplete character is not yet a replacement character."""
+    """The stop string ends the text in the middle of a run of byte tokens; an incomplete character at its end is not
+    yet a replacement character."""
     tokenizer = KINDS["byte-fallback"]()
     tokens = ["b", "▁a", "<0x0A>", "<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "<0xFF>", "▁a"]
     token_ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
@@ -317,7 +323,7 @@ def test_a_stop_string_in_byte_tokens_ends_the_text_immediately(stop: str, num_t
         assert text == whole[: whole.index(stop) + (len(stop) if include else 0)]
 
 
-def test_min_tokens_counts_bytes_that_wait() -> None:
+def test_min_tokens_counts_byte_tokens_that_are_held_back() -> None:
     tokenizer = KINDS["byte-fallback"]()
     newline, b = (tokenizer.convert_tokens_to_ids(token) for token in ("<0x0A>", "b"))
     detokenizer = Detokenizer(TextDecoder(tokenizer).stream(), ["\n"], min_tokens=2)
@@ -346,7 +352,7 @@ def test_searching_a_long_run_of_bytes_has_constant_cost_per_token() -> None:
 
 
 def test_the_end_of_the_tokens_may_complete_a_stop_string() -> None:
-    """A byte that waits for the rest of its character becomes a replacement character at the end."""
+    """A byte of an incomplete character becomes a replacement character when no token follows."""
     tokenizer = byte_level()
     token_ids = [byte_token("byte-level", tokenizer, byte) for byte in b"a\xc3"]
     detokenizer = Detokenizer(TextDecoder(tokenizer).stream(), ["\ufffd"])

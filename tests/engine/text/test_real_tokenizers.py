@@ -1,4 +1,5 @@
-"""The tokenizers of published and of named models: prompt and output join at every place of a hard text."""
+"""With the tokenizers of published and of named models, prompt text and output text join to the whole text, wherever a
+difficult text is split."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return tokenizer_of(request.param)
 
 
-def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
+def test_prompt_and_output_join_to_the_whole_text_at_any_split(tokenizer: Any) -> None:
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
     whole = tokenizer.decode(token_ids)
@@ -38,8 +39,8 @@ def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
         prompt, output = token_ids[:split], token_ids[split:]
         for before in (prompt, [*tokenizer("")["input_ids"], *prompt]):
             stream = decoder.stream()
-            stream.begin_behind(before)
-            text = stream.whole(output)
+            stream.continue_prompt(before)
+            text = stream.decode_rest(output)
             assert "".join([*map(stream.feed, output), stream.flush()]) == text
             assert decoder.prompt_text(prompt) + text == whole
         verbatim = decoder.stream(is_verbatim=True)

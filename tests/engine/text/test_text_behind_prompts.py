@@ -31,10 +31,10 @@ REPLACEMENT = "\ufffd"
 
 
 def pieces_behind(decoder: TextDecoder, prompt: list[int], token_ids: list[int]) -> list[str]:
-    """The text of each token, and the rest."""
+    """The text that a stream releases for each token after a prompt, and the text that `flush` returns at the end."""
     stream = decoder.stream()
-    stream.begin_behind(prompt)
-    whole = stream.whole(token_ids)
+    stream.continue_prompt(prompt)
+    whole = stream.decode_rest(token_ids)
     pieces = [*(stream.feed(token_id) for token_id in token_ids), stream.flush()]
     assert "".join(pieces) == whole
     return pieces
@@ -54,7 +54,7 @@ def tokens_of(tokenizer: Any, *tokens: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_prompt_and_output_join_at_every_split(kind: str) -> None:
+def test_prompt_and_output_join_to_the_text_at_every_split(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
@@ -69,7 +69,8 @@ def test_prompt_and_output_join_at_every_split(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
 def test_special_tokens_in_a_prompt_change_nothing(kind: str) -> None:
-    """Special tokens around text; after special tokens alone a text begins."""
+    """Special tokens around a prompt's text do not change the output's text; after special tokens alone, the output is
+    the beginning of a text."""
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer("The text", add_special_tokens=False)["input_ids"]
@@ -86,7 +87,7 @@ def test_special_tokens_in_a_prompt_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_random_tokens_behind_random_prompts(kind: str) -> None:
+def test_random_outputs_continue_random_prompts(kind: str) -> None:
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder, special = TextDecoder(tokenizer), set(tokenizer.all_special_ids)
     num_compared = 0
@@ -108,7 +109,7 @@ def test_random_tokens_behind_random_prompts(kind: str) -> None:
 
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_outputs_of_a_request_are_text_behind_its_prompt(kind: str, is_eager: bool) -> None:
+def test_a_requests_text_continues_the_text_of_its_prompt(kind: str, is_eager: bool) -> None:
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder = TextDecoder(tokenizer)
     for _ in range(50):
@@ -124,7 +125,7 @@ def test_outputs_of_a_request_are_text_behind_its_prompt(kind: str, is_eager: bo
                 transcript.make_text(len(transcript.token_ids))
             outputs.append(RequestOutput(transcript, len(transcript.token_ids) - 1, len(transcript.token_ids)))
         if is_eager:
-            transcript.make_rest()
+            transcript.make_remaining_text()
         transcript.finish("stop", "", None)
         outputs.append(RequestOutput(transcript, len(token_ids), len(token_ids), finished=True))
         whole = RequestOutput(transcript, 0, len(token_ids), finished=True)
@@ -137,14 +138,14 @@ def test_outputs_of_a_request_are_text_behind_its_prompt(kind: str, is_eager: bo
 # ----------------------------------------------------------------------------------------------- one by one
 
 
-def test_the_first_word_keeps_its_space() -> None:
+def test_the_first_word_of_an_output_keeps_its_space() -> None:
     tokenizer = sentencepiece(falls_back=True)
     decoder = TextDecoder(tokenizer)
     prompt, the = tokenizer("text", add_special_tokens=False)["input_ids"], tokens_of(tokenizer, "▁The")
     assert pieces_behind(decoder, prompt, the) == [" The", ""]
     assert pieces_behind(decoder, tokens_of(tokenizer, "<s>"), the) == ["The", ""]
     detokenizer = Detokenizer(decoder.stream(), [" The"])
-    detokenizer.begin_behind(prompt)
+    detokenizer.continue_prompt(prompt)
     assert (detokenizer.feed(the[0]), detokenizer.stop_reason) == ("", " The")
 
 
@@ -160,7 +161,7 @@ def test_an_output_completes_the_prompts_last_character(kind: str, num_bytes: in
     assert text_behind(decoder, prompt, output[:-1]) in ("", REPLACEMENT, REPLACEMENT * (num_bytes + len(output) - 1))
 
 
-def test_a_prompt_of_bytes_alone_is_the_beginning_of_a_text() -> None:
+def test_text_after_a_prompt_of_byte_tokens_keeps_its_space() -> None:
     tokenizer = sentencepiece(falls_back=True)
     decoder = TextDecoder(tokenizer)
     the = tokens_of(tokenizer, "▁The")
@@ -179,7 +180,7 @@ def test_invalid_bytes_of_a_prompt_damage_no_later_character() -> None:
     assert text_behind(decoder, output[:2], tokens_of(tokenizer, "<0xFF>", "b")) == f"{REPLACEMENT}b"
 
 
-def test_a_special_token_ends_a_character() -> None:
+def test_a_special_token_ends_an_incomplete_character() -> None:
     for kind in ("byte-level", "byte-fallback"):
         tokenizer = KINDS[kind]()
         first, last = (byte_token(kind, tokenizer, byte) for byte in "é".encode())
@@ -205,14 +206,14 @@ def test_a_replacement_character_in_the_prompt_is_complete() -> None:
         ("a", "the", " the"),
     ],
 )
-def test_spaces_are_cleaned_up_behind_a_prompt(prompt: str, output: str, text: str) -> None:
+def test_spaces_are_cleaned_up_after_a_prompt(prompt: str, output: str, text: str) -> None:
     tokenizer = wordpiece(cleanup=False, clean_up_tokenization_spaces=True)
     decoder = TextDecoder(tokenizer)
     assert text_behind(decoder, tokens_of(tokenizer, *prompt.split()), tokens_of(tokenizer, *output.split())) == text
 
 
 def test_only_the_end_of_a_long_prompt_is_detokenized() -> None:
-    """Only its end is read, unless no token at the end has text."""
+    """Only the last tokens of a long prompt are read, unless they have no text."""
     tokenizer = metaspace()
     calls: list[int] = []
 
@@ -222,10 +223,10 @@ def test_only_the_end_of_a_long_prompt_is_detokenized() -> None:
             return super().decode(token_ids, **options)
 
     stream = TextDecoder(tokenizer).stream()
-    stream.begin_behind(tokens_of(tokenizer, "") * 100_000)
-    stream.begin_behind(tokens_of(tokenizer, "b") * 100_000)
+    stream.continue_prompt(tokens_of(tokenizer, "") * 100_000)
+    stream.continue_prompt(tokens_of(tokenizer, "b") * 100_000)
     slow = TextDecoder(Counting(tokenizer, frozenset())).stream()
-    slow.begin_behind(tokens_of(tokenizer, "b") * 100_000)
+    slow.continue_prompt(tokens_of(tokenizer, "b") * 100_000)
     assert sum(calls) < 100
 
 
@@ -251,14 +252,14 @@ def test_verbatim_text_is_not_cleaned_up() -> None:
     decoder = TextDecoder(tokenizer)
     token_ids = tokens_of(tokenizer, "do", "n't", ".")
     stream = decoder.stream(is_verbatim=True)
-    assert stream.whole(token_ids) == "".join(map(stream.feed, token_ids)) == " do n't ."
+    assert stream.decode_rest(token_ids) == "".join(map(stream.feed, token_ids)) == " do n't ."
 
 
 # --------------------------------------------------------------------------------------------- bytes of tokens
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
+def test_the_bytes_of_all_tokens_join_to_the_text(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
@@ -315,7 +316,7 @@ def test_a_tokenizer_may_compose_the_characters_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_added_texts_have_no_partial_characters(kind: str) -> None:
+def test_the_text_added_by_a_token_has_no_partial_character(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
