@@ -346,7 +346,7 @@ def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Pr
     if source.needs_text and prompt.text is None:
         prompt.text = decoder.prompt_text(prompt.token_ids)
     if source.has_logprobs:
-        prompt.unfinished = decoder.unfinished(prompt.token_ids)
+        prompt.unfinished = decoder.incomplete_bytes(prompt.token_ids)
         if prompt.text is not None and source.needs_text:
             places = TextPlaces()
             places.add_text(prompt.text, is_last=True)
