@@ -108,7 +108,9 @@ def check_num_blocks(value: object) -> None:
         ValueError: the pool has more than `MAX_BLOCKS` blocks.
     """
     if isinstance(value, int) and value > MAX_BLOCKS:
-        raise ValueError(f"num_blocks is {value}, and at most {MAX_BLOCKS} are replayed or simulated; correct it")
+        raise ValueError(
+            f"num_blocks is {value}, more than {MAX_BLOCKS}, the maximum of a replay or simulation; lower num_blocks"
+        )
 
 
 class WholeLines(Generic[AnyStr]):
@@ -283,7 +285,7 @@ def _plain(value: object) -> object:
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{value!r} cannot be recorded")
+    raise TypeError(f"{value!r} cannot be recorded; pass a JSON value, a NumPy scalar or a dataclass")
 
 
 def output_decision(output: SchedulerOutput) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class _Replay:
                 raise
             except json.JSONDecodeError as error:
                 raise RecordingError(
-                    f"line {number} is not JSON ({error.msg}); the recording is cut or broken"
+                    f"line {number} is not JSON ({error.msg}); the recording is cut off or broken"
                 ) from None
             except Exception as error:  # values that no recorder writes can fail anywhere in the scheduler
                 what = str(error) if isinstance(error, PointsmanError) else f"{type(error).__name__}: {error}"
@@ -132,7 +132,10 @@ class _Replay:
             return
         name = call.get("call")
         if name not in self._calls:
-            raise RecordingError(f"line {number} calls {represented(name)}, which no scheduler has")
+            raise RecordingError(
+                f"line {number} has the unknown call {represented(name)}; the recording is broken, or newer than this "
+                "library"
+            )
         if self._connector is not None:
             self._connector.expect(call.get("answers", []))
         self._calls[name](self._scheduler, call, number)
@@ -141,18 +144,20 @@ class _Replay:
     def _open(self, header: dict[str, Any]) -> Scheduler:
         if header.get("format") != FORMAT:
             raise RecordingError(
-                f"line 1 is no header of a recording (format {represented(header.get('format'))}, not {FORMAT!r})"
+                f"line 1 is not the header of a recording: its format is {represented(header.get('format'))}, not "
+                f"{FORMAT!r}"
             )
         version = header.get("format_version")
         if version != FORMAT_VERSION:
             raise RecordingError(
-                f"line 1: the recording has format version {represented(version)}; this library reads {FORMAT_VERSION}"
+                f"line 1: the recording has format version {represented(version)}, but this library reads version "
+                f"{FORMAT_VERSION}; replay it with the library that recorded it"
             )
         if "observed" in header:
             other = shown(str(header["observed"]["scheduler"]))
             raise RecordingError(
-                f"it was observed: {other} decided, and it has no prompts, so no decision can be replayed; "
-                "pointsman vllm compare simulates it"
+                f"the recording was observed: {other} made the decisions, and there are no prompts, so no decision can "
+                "be replayed; simulate the recording with `pointsman vllm compare`"
             )
         config = header["config"]
         check_num_blocks(config["num_blocks"])
@@ -170,21 +175,22 @@ class _Replay:
         for failed in scheduler.replaced_policies:
             if failed not in replaced:
                 raise RecordingError(
-                    f"{failed.kind} {failed.policy!r} decided, and cannot be used here: {failed.error}; correct it"
+                    f"the {failed.kind} policy {failed.policy!r} of the recording cannot be used here: {failed.error}; "
+                    "correct the policy"
                 )
         for name, version in header.get("policies", {}).items():
             here = scheduler.policies.get(name)
             if here != version:
                 raise RecordingError(
-                    f"policy {name!r} decided in version {version} and has version {here} here, so this recording "
-                    "cannot be replayed; install that version"
+                    f"policy {name!r} had version {version} in the recording and has version {here} here, so the "
+                    f"recording cannot be replayed; install version {version} of the policy"
                 )
         return scheduler
 
     def _output(self, call: dict[str, Any]) -> SchedulerOutput:
         step: int = call["step"]
         if step not in self._outputs:
-            raise ValueError(f"step {step} was not scheduled, or is over")
+            raise ValueError(f"step {step} is not in flight: it was not scheduled, or was updated or failed before")
         return self._outputs[step]
 
     def _add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:

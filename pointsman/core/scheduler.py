@@ -290,7 +290,7 @@ class Scheduler:
         if not records or records[0].output is not output:
             raise self._steps.not_the_oldest(output)
         if not isinstance(result, StepResult):
-            raise StepResultError(f"the result is {result!r}; pass StepResult(token_ids)")
+            raise StepResultError(f"the result passed to update() is {result!r}; pass StepResult(token_ids)")
         if now < self._now:
             raise self._clock_went_back(now)
         step, self._now = records[0], now
@@ -486,7 +486,7 @@ class Scheduler:
         self._table.require_free_id(request.request_id)
         park = None if park is None else ParkReason(park)
         if request._state.status is not RequestStatus.WAITING or request._state.sequence_number:
-            raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
+            raise InvalidTransition(f"request {request.request_id!r} was already added once; create a new Request")
         why = settle_limits(self._config, self._kv, request)
         if why is not None:
             for method in self._events.refused:
@@ -727,11 +727,15 @@ class Scheduler:
         """
         if self._config.encoder_budget or self._kv.has_connector:
             what = "a connector" if self._kv.has_connector else "encoder_budget"
-            raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
+            raise InvalidTransition(
+                f"a scheduler with {what} can only be recorded from its creation; pass recorder=Recorder(file) to "
+                "Scheduler()"
+            )
         if self._kv_cache is not None:
             kind = type(self._kv).__name__
             raise InvalidTransition(
-                f"the KV blocks of {kind} cannot be recorded, as a replay would need it; film the run"
+                f"a scheduler whose kv_cache is a {kind} cannot be recorded, since a replay would need this kv_cache; "
+                "record a film with start_film() instead"
             )
 
     def start_recording(self, recorder: Recorder) -> None:
@@ -746,12 +750,14 @@ class Scheduler:
                 finish or a preemption to report; or no recording can begin, see `check_recordable`.
         """
         if self._recorder is not None:
-            raise InvalidTransition("a recording is under way; stop_recording() first")
+            raise InvalidTransition("a recording is already under way; call stop_recording() first")
         self.check_recordable()
         if not self.is_idle:
             raise InvalidTransition(
-                f"a recording begins with no request present: {self.num_running} running, {self.num_queued} queued, "
-                f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, or unreported finishes"
+                f"a recording can begin only while the scheduler is idle; it has {self.num_running} running, "
+                f"{self.num_queued} queued and {self.num_parked} parked request(s), {self.num_steps_in_flight} step(s) "
+                "in flight, or finished requests that no output has reported; finish them, then call schedule() and "
+                "update()"
             )
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial, self.replaced_policies)

@@ -97,7 +97,7 @@ def test_features_the_simulator_lacks_are_refused(pointsman: Run, tmp_path: Path
 
 
 def test_an_observed_recording_is_not_replayed(recording: Path) -> None:
-    with pytest.raises(RecordingError, match=r"it was observed: vLLM 0\.32\.0 decided"):
+    with pytest.raises(RecordingError, match=r"the recording was observed: vLLM 0\.32\.0 made"):
         replay(recording.read_text().splitlines())
 
 

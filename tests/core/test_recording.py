@@ -182,12 +182,12 @@ def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
     ("lines", "message"),
     [
         ([], "the file is empty; a recording starts with a header line"),
-        (['{"format": "other"}\n'], "line 1 is no header of a recording .format 'other', not 'pointsman-recording'."),
+        (['{"format": "other"}\n'], "line 1 is not the header of a recording: its format is 'other', not 'pointsman-"),
         (
             ['{"format": "pointsman-recording", "format_version": 99}\n'],
-            "the recording has format version 99; this library reads 1",
+            "the recording has format version 99, but this library reads version 1",
         ),
-        (["hello\n"], "line 1 is not JSON .*; the recording is cut or broken"),
+        (["hello\n"], "line 1 is not JSON .*; the recording is cut off or broken"),
         (["[1, 2]\n"], "line 1 cannot be replayed"),
         (['{"format": "pointsman-recording", "format_version": 1}\n'], "line 1 cannot be replayed: KeyError: 'config'"),
     ],
@@ -208,7 +208,7 @@ def test_a_recording_that_was_cut_in_its_last_line_replays_to_there() -> None:
 def test_a_broken_line_is_reported_with_its_number() -> None:
     lines = recorded()
     for broken in ([*lines[:4], lines[4][:20], *lines[5:]], [*lines[:4], lines[4][:20] + "\n"]):
-        with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut or broken"):
+        with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut off or broken"):
             replay(broken)
 
 
@@ -218,7 +218,7 @@ def test_a_recording_that_was_cut_between_lines_replays_to_there() -> None:
 
 def test_an_unknown_call_is_reported_with_its_line() -> None:
     lines = recorded()
-    with pytest.raises(RecordingError, match="line 2 calls 'explode', which no scheduler has"):
+    with pytest.raises(RecordingError, match="line 2 has the unknown call 'explode'"):
         replay([lines[0], '{"call": "explode", "now": 0}\n'])
 
 
@@ -238,7 +238,7 @@ def test_a_user_policy_is_recorded_by_name_and_cannot_be_replayed() -> None:
     host = Host(recorder=Recorder(file), order=Mine())
     host.add("a", 4, max_tokens=1)
     host.run_to_end()
-    with pytest.raises(RecordingError, match="cannot be used: no order is called 'mine'"):
+    with pytest.raises(RecordingError, match="cannot be used: no order policy is called 'mine'"):
         replay(file.getvalue().splitlines())
 
 
@@ -341,7 +341,7 @@ def test_a_recording_begins_only_without_requests() -> None:
     output = host.schedule()
     refused("1 running")
     host.update(output)
-    refused("unreported finishes")
+    refused("finished requests that no output has reported")
     output = host.schedule()
     refused(r"1 step\(s\) in flight")
     host.update(output)

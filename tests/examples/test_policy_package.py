@@ -83,4 +83,4 @@ def test_without_the_package_the_name_is_unknown() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "no order is called 'lottery'; choose one of fcfs, priority" in done.stderr
+    assert "no order policy is called 'lottery'; choose one of fcfs, priority" in done.stderr

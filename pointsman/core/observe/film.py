@@ -120,7 +120,7 @@ class FilmRecorder(Listener):
             InvalidTransition: the recorder was already started.
         """
         if self._is_open is not None:
-            raise InvalidTransition("a film recorder films one scheduler, once; make another FilmRecorder")
+            raise InvalidTransition("this FilmRecorder was already started, and writes one film only; create another")
         self._is_open = True
         self._parts = find_parts
         self._with_blocks = self._with_blocks and find_parts().kv.has_tables
@@ -171,7 +171,7 @@ class FilmRecorder(Listener):
             InvalidTransition: it was not started, or is closed.
         """
         if not self._is_open:
-            raise InvalidTransition("only a running film can be cut: see Scheduler.start_film")
+            raise InvalidTransition("this FilmRecorder is not recording; pass it to Scheduler.start_film() first")
         self._flush_ends()
         self._write_chunk()
         unfinished = list(self._numbers)

@@ -468,10 +468,11 @@ def read_weights(text: str) -> dict[str, float]:
             value = 0.0
         if not name or not 1e-3 <= value <= 1e3:
             raise ConfigError(
-                f"weights of order 'fair' has {part!r}; write NAME/WEIGHT, like gold/4, with a weight of 0.001 to 1000"
+                f"weights of order 'fair' has the part {part!r}; write each part as NAME/WEIGHT, like gold/4, with a "
+                "weight of 0.001 to 1000"
             )
         if name in weights:
-            raise ConfigError(f"weights of order 'fair' names tenant {name!r} twice")
+            raise ConfigError(f"weights of order 'fair' names tenant {name!r} twice; give each tenant one weight")
         weights[name] = value
     return weights
 

@@ -201,7 +201,7 @@ class Guard:
         answer = self._call("guaranteed_steps", num_steps)
         if not isinstance(answer, int) or not 0 <= answer <= num_steps:
             raise self._broken_contract(
-                f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}"
+                f"guaranteed_steps({num_steps}) returned {answer!r}; it must return an integer from 0 to {num_steps}"
             )
         return answer
 
@@ -297,7 +297,7 @@ class GuardedOrder(Guard):
         head = self._call("peek")
         if not self._is_queued(head):
             self._take_over_queue()
-            raise self._broken_contract(f"peek returned {_head_in_words(head)}, which is not queued")
+            raise self._broken_contract(f"peek() returned {_head_in_words(head)}, which is not in the queue")
         return head  # type: ignore[no-any-return]
 
     def glance(self) -> Request:
@@ -331,7 +331,10 @@ class GuardedOrder(Guard):
                 raise
             if head is not expected:
                 self._take_over_queue()
-                raise self._broken_contract(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
+                raise self._broken_contract(
+                    f"pop() returned {_head_in_words(head)}, but peek() returned {_head_in_words(expected)}; both must "
+                    "return the head of the queue"
+                )
         del self._queued[expected]
         return expected
 
@@ -412,7 +415,7 @@ class GuardedVictim(Guard):
             index = -1
         if not 0 <= index < num_running:
             raise self._broken_contract(
-                f"choose returned {answer!r}; it must be an index below {num_running}, of a running request"
+                f"choose() returned {answer!r}; it must return the index of a running request, below {num_running}"
             )
         return int(index)
 
@@ -443,7 +446,7 @@ class GuardedReserve(Guard):
     def blocks(self, request: Request, demand: Any, view: View) -> int:
         answer = self._call("blocks", request, demand, view)
         if not isinstance(answer, int) or answer < 0:
-            raise self._broken_contract(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
+            raise self._broken_contract(f"blocks() returned {answer!r}; it must return a number of blocks, at least 0")
         return answer
 
 
@@ -486,7 +489,9 @@ class GuardedLimit(Guard, Limit):
             return most
         answer = self._call("step_budget", most, view)
         if not isinstance(answer, int) or answer > most:
-            raise self._broken_contract(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
+            raise self._broken_contract(
+                f"step_budget() returned {answer!r}; it must return an integer of at most {most}, in tokens"
+            )
         return answer
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
@@ -496,14 +501,17 @@ class GuardedLimit(Guard, Limit):
         before = want.copy()
         self._call("clip", batch, rows, want)
         if np.any(want > before) or np.any(want < 0):
-            raise self._broken_contract("clip must only lower the tokens of rows, and not below 0")
+            raise self._broken_contract(
+                "clip() raised a row's number of tokens, or lowered it below 0; it may only lower it, to 0 or more"
+            )
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         answer = self._call("check", request, start, want, view)
         if isinstance(answer, Deferral) or (isinstance(answer, int) and min(want, 1) <= answer <= want):
             return answer
         raise self._broken_contract(
-            f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral"
+            f"check() returned {answer!r} for a request with {want} uncomputed tokens; it must return 1 to {want} "
+            "tokens, or a Deferral"
         )
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
@@ -523,7 +531,7 @@ class GuardedEviction(Guard):
         super().__init__(policy)
         self.share, self.per_tenant = policy.share, policy.per_tenant
         if not isinstance(self.share, (int, float)) or not 0 <= self.share <= 1:
-            raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be between 0 and 1")
+            raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be a number from 0 to 1")
 
     def _default(self) -> Any:
         return LRU()
@@ -549,8 +557,8 @@ class GuardedEviction(Guard):
             is_sound = False
         if not is_sound:
             self.fail_next(
-                f"retained returned {answer!r}; it must be a number of blocks up to {num_blocks}, seconds, and a label "
-                f"from 0 to {MAX_INT}"
+                f"retained() returned {answer!r}; it must return a number of blocks up to {num_blocks}, a time in "
+                f"seconds, and a label from 0 to {MAX_INT}"
             )
             return 0, now, 0
         return int(count), float(until), int(label)

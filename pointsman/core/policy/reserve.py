@@ -122,7 +122,7 @@ class Shortage(NamedTuple):
             if enough <= num_free:
                 deferral: Deferral = new_tuple(Deferral, (reason, self.required - num_free, blocks_queue))
                 return deferral
-        raise AssertionError("the last rung requires no free block")
+        raise AssertionError("`rungs` has no pair with 0 blocks")
 
 
 class Reserves(Gate):

@@ -97,7 +97,9 @@ class Drafts:
         `in_flight`: whether another step is in flight.
         """
         if output.step_id > self.last_updated_step:
-            raise StepOrderError(f"drafts for step {output.step_id} cannot be proposed before its update")
+            raise StepOrderError(
+                f"drafts cannot be proposed for step {output.step_id} before its update; call propose() after update()"
+            )
         if output.step_id < self.last_updated_step:
             return 0
         batch, members = self._batch, self._batch.members
@@ -193,12 +195,17 @@ class Drafts:
         most = self._config.num_draft_tokens
         given = flat_integers("counts", counts, ProposalError)
         if given.shape != output.rows.shape:
-            raise ProposalError(f"counts has shape {given.shape} and step {output.step_id} {output.num_rows} row(s)")
+            raise ProposalError(
+                f"counts has shape {given.shape}; give one number for each of the {output.num_rows} row(s) of step "
+                f"{output.step_id}"
+            )
         num_rows = len(given)
         fewest, highest = (given.item(given.argmin()), given.item(given.argmax())) if num_rows else (0, 0)
         if fewest < 0 or highest > most:
             bad = fewest if fewest < 0 else highest
-            raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
+            raise ProposalError(
+                f"counts has {bad} drafts for a row, but num_draft_tokens is {most}; propose 0 to {most} for each row"
+            )
         if fewest == highest:
             if self._equal.num_drafts != fewest or len(self._equal.counts) != num_rows:
                 self._equal = Equal(num_rows, fewest)

@@ -331,7 +331,8 @@ def _known_token_ids(batch: Batch, output: SchedulerOutput, counts: IntArray, al
     if np.count_nonzero(unsampled):
         if not allow_unsampled:
             raise StepOrderError(
-                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
+                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample; update the "
+                "earlier step first, or pass allow_unsampled=True"
             )
         last[unsampled] = UNSAMPLED
     chunks = ((counts > 1) | (output.num_computed_tokens + 1 < batch.num_tokens[output.rows])).nonzero()[0]

@@ -188,12 +188,12 @@ class FastForward:
         """Do `len(times) - 1` steps; see `Scheduler.advance`."""
         num_steps = len(times) - 1
         if num_steps < 1:
-            raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
+            raise StepOrderError(f"times has {len(times)} value(s); give the start time and the end time of each step")
         certain, blocked = self._look_ahead_or_last(num_steps)
         if certain < num_steps:
             raise StepOrderError(
-                f"{num_steps} step(s) at once, and {certain} are guaranteed plain decodes; ask guaranteed_steps() "
-                "first, and schedule the others one by one"
+                f"times has {num_steps} step(s), but only {certain} are guaranteed plain decodes; call "
+                "guaranteed_steps() first, and schedule() for each further step"
             )
         kv, table, members = self._kv, self._table, self._batch.members
         head = table.queue.peek() if self._checks_guaranteed_steps and blocked is not None else None

@@ -127,10 +127,14 @@ class Loading:
         blocks: list[int] = load.block_ids.tolist()
         strange = [block for block in failed_blocks if block not in blocks]
         if strange:
-            raise ValueError(f"failed_blocks names {strange}, and transfer {holding.transfer_id} loads {blocks}")
+            raise ValueError(
+                f"failed_blocks has the blocks {strange}, which transfer {holding.transfer_id} does not load; give "
+                f"only blocks that it loads: {blocks}"
+            )
         if num_tokens is not None and not 0 <= num_tokens <= load.num_tokens:
             raise ValueError(
-                f"num_loaded_tokens is {num_tokens}; transfer {holding.transfer_id} loads {load.num_tokens}"
+                f"num_loaded_tokens is {num_tokens}, but transfer {holding.transfer_id} loads {load.num_tokens} "
+                f"tokens; give 0 to {load.num_tokens}"
             )
         if holding.request is None:
             return 0

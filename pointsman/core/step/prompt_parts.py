@@ -56,10 +56,16 @@ class PromptParts:
         """
         name = request.request_id
         if not request.more_input:
-            raise InvalidTransition(f"request {name!r} expects no more input; add it with more_input=True")
+            raise InvalidTransition(
+                f"request {name!r} expects no more input: it was added without more_input=True, or has its last part; "
+                "add a new request with more_input=True"
+            )
         part = _read_part(name, token_ids, max_tokens, encoder_inputs)
         if more and not len(part.token_ids):
-            raise RequestRefused(f"request {name!r}: a part without tokens; give some, or make it the last part")
+            raise RequestRefused(
+                f"request {name!r} not extended: the part has no tokens; give tokens, or pass more=False to end the "
+                "input"
+            )
         length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request._state.parts, part])
         why = too_long(self._config, self._kv, request, length, part.max_tokens)
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
@@ -99,7 +105,9 @@ class PromptParts:
         if not request.awaits_input:
             return True
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            raise InvalidTransition(f"request {request.request_id!r} waits for input; extend it")
+            raise InvalidTransition(
+                f"request {request.request_id!r} waits for the next part of its prompt; call extend(), not ready()"
+            )
         self._table.park(request, ParkReason.STREAMING_REQ, now)
         return False
 

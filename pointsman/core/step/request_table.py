@@ -120,7 +120,8 @@ class RequestTable:
             )
         if state.holding is not None:
             raise InvalidTransition(
-                f"request {request_id!r} waits for transfer {state.holding.transfer_id}; end it with transfer_done()"
+                f"request {request_id!r} waits for transfer {state.holding.transfer_id}; report the end of this "
+                "transfer with transfer_done(), instead of ready()"
             )
         return request
 

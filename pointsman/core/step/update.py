@@ -344,8 +344,8 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
             given = np.asarray(result.counts)
             if given.shape != expected.shape or not np.array_equal(given, expected.astype(given.dtype)):
                 raise StepResultError(
-                    f"counts is {given.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a "
-                    "row that samples and has no error, none for the others"
+                    f"counts is {given.tolist()}, but must be {expected.astype(int).tolist()} in this step: 1 for each "
+                    "row that samples and has no error, 0 for every other row"
                 )
         return sampled, Runs.of(counts, checked_tokens(result, len(sampled)))
     if result.counts is not None:
@@ -353,8 +353,8 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
         most = np.where(expected, 1 + drafts, 0)
         if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
             raise StepResultError(
-                f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
-                "error one token and at most one more for each draft, none for the others"
+                f"counts is {given.tolist()}, but must be between {expected.astype(int).tolist()} and {most.tolist()} "
+                "in this step: 1 to 1 + drafts for each row that samples and has no error, 0 for every other row"
             )
         counts = given[sampled].astype(np.int64)
     return sampled, Runs.of(counts, checked_tokens(result, int(counts.sum()), RUN_TOKENS))
@@ -387,12 +387,14 @@ def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.boo
     for index in result.unsampled:
         _check_row("unsampled", index, output)
         if not expected[index]:
-            why = "has an error" if index in result.errors else "is named twice or samples nothing in this step"
-            raise StepResultError(f"unsampled names row {index}, which {why}; name rows that miss a token once")
+            why = "has an error" if index in result.errors else "is listed twice or samples nothing in this step"
+            raise StepResultError(
+                f"unsampled has row {index}, which {why}; list each row whose expected token is missing once"
+            )
         expected[index] = False
     return expected
 
 
 def _check_row(name: str, index: object, output: SchedulerOutput) -> None:
     if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
-        raise StepResultError(f"{name} names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        raise StepResultError(f"{name} has row {index}, but the output has only rows 0 to {output.num_rows - 1}")

@@ -380,7 +380,7 @@ def test_an_invalid_adapter_is_refused(adapter: Any) -> None:
     [
         ({"max_loras": -1}, "max_loras is -1; it must be between 0 and"),
         ({"max_loras": 1, "max_overtakes": -1}, "max_overtakes is -1; it must be between 0 and"),
-        ({"max_overtakes": 3}, "max_overtakes is 3, and no request is skipped without adapters"),
+        ({"max_overtakes": 3}, "max_overtakes is 3, but has no effect without adapters"),
     ],
 )
 def test_negative_max_loras_and_max_overtakes_are_refused(values: dict[str, int], message: str) -> None:

@@ -99,13 +99,13 @@ def test_an_invalid_retention_is_refused(value: Any) -> None:
 
 
 def test_invalid_eviction_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no eviction is called 'lfu'; choose one of lru, retention, reuse"):
+    with pytest.raises(ConfigError, match="no eviction policy is called 'lfu'; choose one of lru, retention, reuse"):
         Host(eviction="lfu")
     with pytest.raises(ConfigError, match="share of eviction 'reuse' is '2'; it must be between 0 and 1"):
         Host(eviction="reuse:share=2")
     with pytest.raises(ConfigError, match=r"share of eviction 'retention' is '0'; it must be between 0\.001 and 1"):
         Host(eviction="retention:share=0")
-    with pytest.raises(ConfigError, match="eviction is 'reuse', and enable_prefix_caching is off"):
+    with pytest.raises(ConfigError, match="eviction is 'reuse', but enable_prefix_caching is off"):
         small_config(eviction="reuse", enable_prefix_caching=False)
 
 
@@ -181,7 +181,7 @@ def test_a_failing_policy_fails_the_next_step_and_retains_nothing(answer: Any) -
     host.add("b", 9, max_tokens=4)
     host.step()
     assert host.stats().num_retained_blocks == 0
-    with pytest.raises(PolicyError, match="eviction 'everything': retained "):
+    with pytest.raises(PolicyError, match="eviction 'everything': retained"):
         host.schedule()
     policy.answer = None
     host.run_to_end()
@@ -189,9 +189,9 @@ def test_a_failing_policy_fails_the_next_step_and_retains_nothing(answer: Any) -
 
 
 def test_an_eviction_object_without_all_attributes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it has no started, retained"):
+    with pytest.raises(ConfigError, match="the object has no started, retained"):
         Host(eviction=type("Half", (), {"name": "half", "share": 1.0, "per_tenant": False})())
-    with pytest.raises(ConfigError, match=r"share of eviction 'everything' is 1.5; it must be between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"share of eviction 'everything' is 1.5; it must be a number from 0 to 1"):
         Host(eviction=type("Greedy", (Everything,), {"share": 1.5})())
 
 

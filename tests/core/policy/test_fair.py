@@ -174,7 +174,7 @@ def test_fair_order_guarantees_steps_until_another_tenant_is_next() -> None:
 @pytest.mark.parametrize(
     "spec, what",
     [
-        ("fair:weights=gold", "write NAME/WEIGHT"),
+        ("fair:weights=gold", "write each part as NAME/WEIGHT"),
         ("fair:weights=gold/0", "a weight of 0.001 to 1000"),
         ("fair:weights=gold/nan", "a weight of 0.001 to 1000"),
         ("fair:weights=gold/2+gold/3", "names tenant 'gold' twice"),

@@ -111,8 +111,9 @@ def test_without_chunking_only_uncached_tokens_must_fit_the_budget() -> None:
 def test_without_chunking_a_prompt_over_the_budget_is_refused() -> None:
     host = Host(enable_chunked_prefill=False)
     message = (
-        r"request 'a' refused: the prompt has 17 tokens, more than max_num_batched_tokens 16, and chunked prefill "
-        "is off; raise the budget, shorten the prompt or turn chunked prefill on"
+        r"request 'a' refused: the prompt has 17 tokens, more than max_num_batched_tokens 16, and "
+        "enable_chunked_prefill is off; raise max_num_batched_tokens, shorten the prompt or turn "
+        "enable_chunked_prefill on"
     )
     with pytest.raises(RequestRefused, match=message):
         host.add("a", 17)

@@ -277,9 +277,9 @@ def test_an_incomplete_order_is_refused_with_its_missing_methods() -> None:
         name, is_preemptive = "partial", False
         push = pop = put_back = peek = remove = __len__ = __contains__ = __iter__ = FirstComeFirstServed.push
 
-    with pytest.raises(ConfigError, match=r"it has no position$"):
+    with pytest.raises(ConfigError, match=r"the object has no position$"):
         Scheduler(small_config(order=WithoutPosition()))
-    with pytest.raises(ConfigError, match="it has no name, is_preemptive, push"):
+    with pytest.raises(ConfigError, match="the object has no name, is_preemptive, push"):
         Scheduler(small_config(order=object()))
 
 

@@ -115,7 +115,7 @@ def test_a_replay_needs_every_policy_that_decided() -> None:
     file = io.StringIO()
     run(Host(recorder=Recorder(file), **TIGHT, **knob("victim", "nothing")))
     text = file.getvalue().replace("faulty-victim:at=nothing", "faulty-victim:at=constructor")
-    with pytest.raises(RecordingError, match="victim 'faulty-victim:at=constructor' decided, and cannot be used here"):
+    with pytest.raises(RecordingError, match="victim policy 'faulty-victim:at=constructor' of the recording cannot"):
         replay(text.splitlines())
 
 
@@ -178,7 +178,7 @@ def test_an_unhashable_result_fails_the_step() -> None:
 
     host = Host(order=Lists())
     host.add("a", 3, max_tokens=2)
-    with pytest.raises(PolicyError, match=r"peek returned \[.*\], which is not queued"):
+    with pytest.raises(PolicyError, match=r"peek\(\) returned \[.*\], which is not in the queue"):
         host.step()
     assert host.scheduler.guaranteed_steps(3) == 0
 

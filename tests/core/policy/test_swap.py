@@ -312,7 +312,7 @@ def _without_copies(line: str) -> str:
     ("overrides", "words"),
     [
         ({"preemption_mode": "swop"}, 'choose "recompute", "swap" or "cheaper"'),
-        ({"preemption_mode": "swap", "enable_prefix_caching": False}, "turn it on"),
+        ({"preemption_mode": "swap", "enable_prefix_caching": False}, "turn enable_prefix_caching on"),
     ],
 )
 def test_invalid_swap_settings_are_refused(overrides: dict[str, Any], words: str) -> None:

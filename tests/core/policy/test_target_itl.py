@@ -478,7 +478,7 @@ def test_invalid_target_itl_parameters_are_refused(limit: str, message: str) -> 
     "setting", [{"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"first_chunk_only": True}]
 )
 def test_target_itl_needs_chunked_prefill(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="prompts must be cut to it"):
+    with pytest.raises(ConfigError, match="cuts prompts to the token budget"):
         Host(token_limits=("target-itl",), **setting)
 
 

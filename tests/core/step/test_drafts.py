@@ -518,14 +518,14 @@ def test_a_first_step_is_padded_as_far_as_limits_on_drafts_allow(
     ("overrides", "message"),
     [
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1; it must be between 0 and"),
-        ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "draft_table allows 4 from 2 running.*no effect"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "allows 4 drafts with 2 or more running.*only 3"),
         ({"num_draft_tokens": 3, "draft_table": ((2, 1), (2, 0))}, "running requests in draft_table is 2; .*between 3"),
         ({"num_draft_tokens": 3, "draft_table": ((0, 1),)}, "running requests in draft_table is 0; .*between 1"),
         ({"num_draft_tokens": 3, "draft_table": ((1, -1),)}, "drafts in draft_table is -1"),
         ({"num_draft_tokens": 3, "draft_table": (1, 2)}, "draft_table is .*give pairs"),
         ({"pad_first_decodes": True}, "pad_first_decodes=True needs num_draft_tokens"),
-        ({"num_draft_tokens": 3, "draft_table": ((2, 1),), "pad_first_decodes": True}, r"\(no draft_table\)"),
-        ({"draft_table": ((1, 0),)}, "draft_table is .*no effect.*num_draft_tokens"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 1),), "pad_first_decodes": True}, "an empty draft_table"),
+        ({"draft_table": ((1, 0),)}, "draft_table is .*no drafts; raise num_draft_tokens"),
     ],
 )
 def test_invalid_knobs_of_speculation_are_refused(overrides: dict[str, Any], message: str) -> None:
@@ -540,10 +540,10 @@ def test_a_draft_table_may_come_from_json() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "counts", "message"),
     [
-        ([1], [1, 0], r"counts has shape \(2,\) and step 0 1 row"),
+        ([1], [1, 0], r"counts has shape \(2,\); give one number for each of the 1 row"),
         ([1], [2], r"token_ids has shape \(1,\) and counts asks for 2"),
-        ([1] * 4, [4], "4 drafts for a row, and num_draft_tokens is 3; propose 0 to 3"),
-        ([], [-1], "-1 drafts for a row"),
+        ([1] * 4, [4], "counts has 4 drafts for a row, but num_draft_tokens is 3; propose 0 to 3"),
+        ([], [-1], "counts has -1 drafts for a row"),
         ([-1], [1], "token id -1 is proposed"),
         ([2**31], [1], "token id 2147483648 is proposed"),
         ([1.5], [1], "token_ids must be a flat sequence of integers"),
@@ -562,10 +562,10 @@ def test_drafts_for_a_step_in_flight_are_refused() -> None:
     host = speculative()
     host.add("a")
     output = host.schedule()
-    with pytest.raises(StepOrderError, match="step 0 cannot be proposed before its update"):
+    with pytest.raises(StepOrderError, match="cannot be proposed for step 0 before its update"):
         host.propose(output, {"a": [1]})
     host.fail(output)
-    with pytest.raises(StepOrderError, match="step 0 cannot be proposed"):
+    with pytest.raises(StepOrderError, match="cannot be proposed for step 0"):
         host.propose(output, {"a": [1]})
 
 
@@ -575,7 +575,7 @@ def test_a_result_has_one_token_and_up_to_one_more_per_draft(counts: list[Any]) 
     request, output = decoding(host)
     host.propose(output, {"a": right(request, 2)})
     output = host.schedule()
-    with pytest.raises(StepResultError, match=r"counts is .*; this step yields 1 to \[3\]"):
+    with pytest.raises(StepResultError, match=r"counts is .*, but must be between \[1\] and \[3\] in this step"):
         host.scheduler.update(output, StepResult([1] * int(sum(counts)), counts), host.now)
     assert host.update(output).counts.tolist() == [3]
 

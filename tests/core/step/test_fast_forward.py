@@ -206,7 +206,7 @@ def test_advance_may_exceed_the_space_for_recent_tokens() -> None:
 @pytest.mark.parametrize(
     ("times", "tokens", "last", "error", "message"),
     [
-        (ends(20), [1, 1], None, StepOrderError, "20 step\\(s\\) at once, and 19 are guaranteed"),
+        (ends(20), [1, 1], None, StepOrderError, "times has 20 step\\(s\\), but only 19 are guaranteed"),
         ([1.0], [1, 1], None, StepOrderError, "times has 1 value"),
         (ends(2), [1], None, StepResultError, r"shape \(1,\); give \[2\] \(rows\) or \[2, 2\]"),
         (ends(2), [[1, 1]], None, StepResultError, r"shape \(1, 2\)"),

@@ -71,7 +71,7 @@ def test_repetitions_before_and_after_the_move_count_together() -> None:
         ({"output_token_ids": [1, 2], "max_tokens": 2}, "2 output_token_ids and max_tokens is 2, .* raise max_tokens"),
         ({"output_token_ids": [1], "more_input": True}, "output_token_ids and more_input"),
         ({"output_token_ids": [-1]}, "-1"),
-        ({"output_token_ids": [1] * 5, "max_total_tokens": 8}, "max_total_tokens ends it at 8, so nothing is left"),
+        ({"output_token_ids": [1] * 5, "max_total_tokens": 8}, "max_total_tokens ends it at 8 tokens, so no"),
     ],
 )
 def test_a_request_with_nothing_to_generate_is_refused(fields: dict[str, Any], message: str) -> None:

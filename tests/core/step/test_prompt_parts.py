@@ -269,7 +269,7 @@ def test_a_part_that_does_not_fit_is_refused_and_the_request_continues() -> None
         host.extend("a", 11, more=True, max_tokens=0)
     with pytest.raises(RequestRefused, match="leaves no room"):
         host.extend("a", 10, max_tokens=1)
-    with pytest.raises(RequestRefused, match="without tokens"):
+    with pytest.raises(RequestRefused, match="the part has no tokens"):
         host.extend("a", [], more=True, max_tokens=0)
     with pytest.raises(RequestRefused, match="token id -1"):
         host.extend("a", [-1])
@@ -312,7 +312,7 @@ def test_ready_does_not_end_the_wait_for_input() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=0, more_input=True)
     host.step()
-    with pytest.raises(InvalidTransition, match="waits for input; extend it"):
+    with pytest.raises(InvalidTransition, match="waits for the next part of its prompt; call extend"):
         host.ready("a")
     host.park("a", ParkReason.GRAMMAR)
     host.ready("a")

@@ -262,7 +262,7 @@ def test_a_sample_in_flight_when_the_host_ends_a_request_is_dropped() -> None:
 def test_invalid_finishes_are_refused_and_change_nothing() -> None:
     host = Host()
     request = host.add("a", 4)
-    with pytest.raises(InvalidTransition, match="request 'a' was accepted; end it with another reason than REFUSED"):
+    with pytest.raises(InvalidTransition, match="request 'a' was accepted, so its finish reason cannot be REFUSED"):
         host.scheduler.finish("a", FinishReason.REFUSED, 0.0)
     with pytest.raises(ValueError, match="keep_tokens is -1; give 0 or more"):
         host.scheduler.finish("a", FinishReason.STOP, 0.0, keep_tokens=-1)
@@ -321,7 +321,7 @@ def test_a_request_object_can_be_added_only_once() -> None:
     request = host.add("a", 4, max_tokens=1)
     host.run_to_end()
     host.step()
-    with pytest.raises(InvalidTransition, match="request 'a' was added before; make a new Request"):
+    with pytest.raises(InvalidTransition, match="request 'a' was already added once; create a new Request"):
         host.scheduler.add(request, 0.0)
     other = Request("b", [1], arrival_time=0.0, max_tokens=1)
     host.scheduler.add(other, 0.0)

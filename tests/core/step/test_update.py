@@ -347,16 +347,16 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
 ]
 BAD_RESULTS = [
     *BAD_TOKENS,
-    ({"token_ids": [1, 2], "counts": [1, 1]}, r"counts is \[1, 1\]; this step yields \[1, 1, 0\]"),
-    ({"token_ids": [1, 2], "counts": [1, 0, 1]}, r"counts is \[1, 0, 1\]; this step yields \[1, 1, 0\]"),
-    ({"token_ids": [1, 2, 3], "counts": [2, 1, 0]}, r"counts is \[2, 1, 0\]; this step yields \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "counts": [1, 1]}, r"counts is \[1, 1\], but must be \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "counts": [1, 0, 1]}, r"counts is \[1, 0, 1\], but must be \[1, 1, 0\]"),
+    ({"token_ids": [1, 2, 3], "counts": [2, 1, 0]}, r"counts is \[2, 1, 0\], but must be \[1, 1, 0\]"),
     ({"token_ids": [1, 2], "unsampled": [0]}, r"token_ids has shape \(2,\) and 1 row\(s\)"),
-    ({"token_ids": [1, 2], "unsampled": [3]}, "unsampled names row 3 and the output has rows 0 to 2"),
-    ({"token_ids": [1, 2], "unsampled": [2]}, "unsampled names row 2, which is named twice or samples nothing"),
-    ({"token_ids": [1], "unsampled": [0, 0]}, "unsampled names row 0, which is named twice or samples nothing"),
-    ({"token_ids": [1], "errors": {0: "x"}, "unsampled": [0]}, "unsampled names row 0, which has an error"),
-    ({"token_ids": [1, 2], "errors": {3: "x"}}, "errors names row 3 and the output has rows 0 to 2"),
-    ({"token_ids": [1, 2], "errors": {-1: "x"}}, "errors names row -1 and the output has rows 0 to 2"),
+    ({"token_ids": [1, 2], "unsampled": [3]}, "unsampled has row 3, but the output has only rows 0 to 2"),
+    ({"token_ids": [1, 2], "unsampled": [2]}, "unsampled has row 2, which is listed twice or samples nothing"),
+    ({"token_ids": [1], "unsampled": [0, 0]}, "unsampled has row 0, which is listed twice or samples nothing"),
+    ({"token_ids": [1], "errors": {0: "x"}, "unsampled": [0]}, "unsampled has row 0, which has an error"),
+    ({"token_ids": [1, 2], "errors": {3: "x"}}, "errors has row 3, but the output has only rows 0 to 2"),
+    ({"token_ids": [1, 2], "errors": {-1: "x"}}, "errors has row -1, but the output has only rows 0 to 2"),
 ]
 
 
