@@ -152,7 +152,7 @@ def test_a_config_error_is_also_a_value_error() -> None:
         small_config(block_size=0)
 
 
-def test_only_the_pool_and_the_model_length_have_no_default() -> None:
+def test_only_num_blocks_and_max_model_len_have_no_default() -> None:
     required = {
         field.name
         for field in dataclasses.fields(SchedulerConfig)

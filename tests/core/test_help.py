@@ -79,7 +79,7 @@ def test_a_clock_that_goes_back_is_refused_and_changes_nothing() -> None:
     assert scheduler.update(output, StepResult([7]), 6.0).counts.tolist() == [1]
 
 
-def test_the_configuration_finds_an_unknown_policy() -> None:
+def test_a_configuration_with_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="no order policy is called 'fifo'; choose one of fcfs"):
         SchedulerConfig(**SMALL, order="fifo")
     with pytest.raises(ConfigError, match="no reserve policy is called 'grow'"):

@@ -119,7 +119,7 @@ def test_a_recording_is_json_lines_with_a_header() -> None:
     assert all("now" in line for line in rest)
 
 
-def test_a_file_can_be_replayed_as_it_is() -> None:
+def test_replay_accepts_an_open_file() -> None:
     assert replay(io.StringIO("".join(recorded()))).num_requests == 6
 
 
@@ -136,9 +136,7 @@ def test_a_file_can_be_replayed_as_it_is() -> None:
         ("finished", lambda value: [*value, ["a", "stop"]]),
     ],
 )
-def test_a_decision_altered_by_hand_is_caught_at_its_step_with_both_values(
-    field: str, alter: Callable[[Any], Any]
-) -> None:
+def test_replay_reports_an_altered_decision_with_step_and_both_values(field: str, alter: Callable[[Any], Any]) -> None:
     lines = recorded()
     kept: dict[str, Any] = {}
 
@@ -154,7 +152,7 @@ def test_a_decision_altered_by_hand_is_caught_at_its_step_with_both_values(
     assert str(difference).startswith(f"line {difference.line}, step {kept['step']}: {field} was ")
 
 
-def test_an_altered_block_id_is_caught() -> None:
+def test_replay_detects_an_altered_block_id() -> None:
     def change(line: dict[str, Any]) -> None:
         line["decision"]["block_ids"][0] += 1
 
@@ -162,7 +160,7 @@ def test_an_altered_block_id_is_caught() -> None:
         replay(changed(recorded(), "schedule", change, which=0))
 
 
-def test_an_altered_finish_reason_is_caught() -> None:
+def test_replay_detects_an_altered_finish_reason() -> None:
     def change(line: dict[str, Any]) -> None:
         line["decision"]["finished"].append(["a", "stop", "", None])
 
@@ -170,7 +168,7 @@ def test_an_altered_finish_reason_is_caught() -> None:
         replay(changed(recorded(), "update", change, which=0))
 
 
-def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
+def test_replay_detects_an_altered_input_that_changes_a_decision() -> None:
     def change(line: dict[str, Any]) -> None:
         line["token_ids"][0] += 1
 
@@ -198,25 +196,25 @@ def test_a_file_that_is_no_recording_is_refused(lines: list[str], message: str) 
         replay(lines)
 
 
-def test_a_recording_that_was_cut_in_its_last_line_replays_to_there() -> None:
+def test_a_recording_cut_off_within_a_line_replays_up_to_that_line() -> None:
     lines = recorded()
     report = replay([*lines[:4], lines[4][:20]])
     assert report.is_cut and report.num_calls == 3
     assert not replay(lines[:4]).is_cut
 
 
-def test_a_broken_line_is_reported_with_its_number() -> None:
+def test_replay_reports_a_broken_line_with_its_number() -> None:
     lines = recorded()
     for broken in ([*lines[:4], lines[4][:20], *lines[5:]], [*lines[:4], lines[4][:20] + "\n"]):
         with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut off or broken"):
             replay(broken)
 
 
-def test_a_recording_that_was_cut_between_lines_replays_to_there() -> None:
+def test_a_recording_cut_off_between_lines_replays_to_its_end() -> None:
     assert replay(recorded()[:7]).num_calls == 6
 
 
-def test_an_unknown_call_is_reported_with_its_line() -> None:
+def test_replay_reports_an_unknown_call_with_its_line() -> None:
     lines = recorded()
     with pytest.raises(RecordingError, match="line 2 has the unknown call 'explode'"):
         replay([lines[0], '{"call": "explode", "now": 0}\n'])
@@ -270,7 +268,7 @@ def used_host(**overrides: Any) -> Host:
     return host
 
 
-def test_a_recording_may_begin_in_the_middle_and_replays() -> None:
+def test_a_recording_that_begins_during_a_run_replays() -> None:
     host, file = used_host(), io.StringIO()
     before = host.stats()
     host.scheduler.start_recording(Recorder(file))
@@ -328,7 +326,7 @@ def test_drafts_for_a_step_before_the_recording_are_stale() -> None:
     assert host.scheduler.propose(output, [1] * 8, [1] * 8, host.now) == 0
 
 
-def test_a_recording_begins_only_without_requests() -> None:
+def test_a_recording_can_begin_only_while_the_scheduler_is_idle() -> None:
     host = Host()
     recorder = Recorder(file := io.StringIO())
 
@@ -352,7 +350,7 @@ def test_a_recording_begins_only_without_requests() -> None:
     assert len(file.getvalue().splitlines()) == 1
 
 
-def test_with_embeddings_a_recording_begins_with_the_scheduler() -> None:
+def test_with_an_encoder_cache_no_recording_can_begin_during_a_run() -> None:
     host = Host(encoder_budget=8, encoder_cache_size=8)
     with pytest.raises(InvalidTransition, match="encoder_budget"):
         host.scheduler.start_recording(Recorder(io.StringIO()))

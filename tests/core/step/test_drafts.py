@@ -96,7 +96,7 @@ def test_steps_with_drafts_give_the_tokens_of_single_steps(monkeypatch: pytest.M
     assert steps < max_tokens
 
 
-def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
     host = speculative()
     prompt = host.prompt(4)
     stop = reference_output(prompt, 4)[2]
@@ -111,7 +111,7 @@ def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
 
 
 @pytest.mark.parametrize("stops", [{"eos_token_ids": (EOS,)}, {"eos_token_ids": (EOS,), "stop_token_ids": (5,)}])
-def test_eos_within_a_run_ends_it_unless_min_tokens_forbids_it(stops: dict[str, Any]) -> None:
+def test_eos_among_accepted_drafts_ends_a_request_after_min_tokens(stops: dict[str, Any]) -> None:
     host = speculative()
     for request_id, min_tokens in (("a", 0), ("b", 4)):
         host.add(request_id, 2, min_tokens=min_tokens, **stops)
@@ -228,7 +228,7 @@ def test_draft_table_limits_drafts_by_the_number_of_running_requests() -> None:
     assert scheduled[4] == (0, [0, 0, 0])
 
 
-def test_the_budget_goes_to_the_first_rows_and_a_cut_draft_is_forgotten() -> None:
+def test_drafts_that_the_long_prefill_threshold_cuts_are_dropped() -> None:
     host = speculative(max_num_seqs=1, max_num_batched_tokens=8, long_prefill_token_threshold=3)
     _, output = decoding(host, prompt=2)
     host.add("waiting")
@@ -253,7 +253,7 @@ def test_drafts_never_cause_a_preemption() -> None:
     host.run_to_end()
 
 
-def test_drafts_take_free_blocks_and_later_tokens_use_them() -> None:
+def test_blocks_allocated_for_drafts_are_used_by_later_tokens() -> None:
     host = speculative(block_size=1, num_blocks=32)
     _, output = decoding(host, prompt=2, max_tokens=12)
     host.propose(output, {"a": [WRONG] * 3})
@@ -277,7 +277,7 @@ def test_a_rejected_draft_is_never_found_in_the_prefix_cache() -> None:
     assert liar.num_cached_tokens == 4
 
 
-def test_tokens_of_a_run_reach_a_request_that_lost_its_row_meanwhile() -> None:
+def test_accepted_drafts_are_appended_to_a_request_that_lost_its_row() -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": [*right(request, 2), WRONG]})
@@ -301,7 +301,7 @@ def test_a_failed_step_is_rolled_back_and_its_drafts_are_dropped() -> None:
     assert tokens_of(host.step()) == {"a": 1}
 
 
-def test_a_failed_row_with_drafts_finishes_alone() -> None:
+def test_only_the_failed_row_of_rows_with_drafts_finishes() -> None:
     host = speculative()
     host.add("a")
     b = host.add("b")
@@ -376,7 +376,7 @@ def test_a_recording_with_drafts_replays() -> None:
         (4, (3, 3, 3, 3), (0, 0, 0, 0)),
     ],
 )
-def test_a_short_budget_cuts_the_drafts_of_all_rows_alike(
+def test_a_small_token_budget_cuts_the_drafts_of_all_rows_equally(
     budget: int, proposed: tuple[int, ...], verified: tuple[int, ...]
 ) -> None:
     host = speculative(max_num_batched_tokens=budget)
@@ -403,7 +403,7 @@ def padding(output: SchedulerOutput) -> dict[str, list[int]]:
     }
 
 
-def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
+def test_a_request_s_first_step_of_one_token_is_padded_beside_decodes() -> None:
     """Rows of one token and three placeholders, whether the prompt is one token or all but one are cached."""
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=16, block_size=4)
     first = host.add("a", 1, max_tokens=12)
@@ -431,7 +431,7 @@ def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 12)
 
 
-def test_a_first_step_is_not_padded_beside_a_prefill_nor_beyond_the_model() -> None:
+def test_no_first_step_is_padded_beside_a_prefill_or_past_max_model_len() -> None:
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=8, max_model_len=12)
     host.add("a", list(range(11)), max_tokens=1)
     assert tokens_of(host.step()) == {"a": 8}

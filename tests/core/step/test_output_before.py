@@ -31,7 +31,7 @@ def ending(host: Host, request: Request) -> tuple[Any, ...]:
     num_blocks=st.integers(16, 40),
     stop=st.lists(st.integers(0, 996), max_size=300, unique=True),
 )
-def test_a_moved_request_gets_the_same_tokens(
+def test_a_request_moved_to_another_scheduler_gets_the_same_tokens(
     prompt: int, max_tokens: int, min_tokens: int, cut: float, chunked: bool, others: int, num_blocks: int,
     stop: list[int],
 ) -> None:  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_moved_request_gets_the_same_tokens(
     replay(io.StringIO(file.getvalue()))
 
 
-def test_repetitions_before_and_after_the_move_count_together() -> None:
+def test_repetitions_before_and_after_a_move_are_counted_together() -> None:
     host = Host()
     request = host.add("a", 3, max_tokens=20, output_token_ids=[7, 7], repetition_detection=REPETITION)
     host.step({"a": 7})

@@ -170,7 +170,7 @@ def test_blocks_of_a_finished_request_are_freed_by_the_update() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_a_result_may_have_counts_without_drafts_if_they_agree() -> None:
+def test_a_result_without_drafts_may_have_counts_if_they_are_correct() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 4)
     host.add("long", 9)
@@ -196,7 +196,7 @@ def test_a_row_with_an_error_finishes_and_the_others_continue() -> None:
     assert {reason: count for reason, count in host.stats().finished.items() if count} == {"length": 2, "error": 1}
 
 
-def test_kv_of_a_failed_row_is_not_found_again() -> None:
+def test_kv_of_a_failed_row_is_not_found_in_the_prefix_cache() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 12)
     host.step()
@@ -207,7 +207,7 @@ def test_kv_of_a_failed_row_is_not_found_again() -> None:
     assert host.step().num_cached_tokens.tolist() == [8], "the first chunk was written well"
 
 
-def test_blocks_published_after_a_failed_row_s_are_removed_too() -> None:
+def test_cached_blocks_computed_after_a_failed_row_are_removed_too() -> None:
     host = Host(max_num_batched_tokens=32)
     failing = host.add("a", 5)
     sharing = host.add("b", [*failing.prompt_token_ids[:4], *host.prompt(6)], max_tokens=10)
@@ -581,7 +581,7 @@ def three_that_share() -> tuple[Host, SchedulerOutput]:
     return host, host.schedule()
 
 
-def test_a_failed_row_s_blocks_are_removed_even_if_computed_twice() -> None:
+def test_a_failed_row_s_blocks_are_uncached_even_if_computed_twice() -> None:
     host, output = three_that_share()
     host.scheduler.update(output, StepResult([7, 7], errors={0: "broken"}), host.now)
     host.scheduler.check_invariants()
