@@ -83,9 +83,9 @@ class _Replay:
         self._updated: SchedulerOutput | None = None
         self._num_calls = self._num_steps = self._num_requests = 0
         self._calls: dict[str, Callable[[Scheduler, dict[str, Any], int], None]] = {
-            "add": self._add,
-            "finish": self._finish,
-            "extend": self._extend,
+            "add": self._replay_add,
+            "finish": self._replay_finish,
+            "extend": self._replay_extend,
             "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
             "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
             "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
@@ -96,20 +96,20 @@ class _Replay:
             "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(
                 call["now"], preempt_running=call["preempt_running"]
             ),
-            "transfer_done": self._transfer_done,
-            "schedule": self._schedule,
-            "schedule_failed": self._schedule_failed,
-            "update": self._update,
-            "propose": self._propose,
-            "fail": self._fail,
-            "advance": self._advance,
+            "transfer_done": self._replay_transfer_done,
+            "schedule": self._replay_schedule,
+            "schedule_failed": self._replay_schedule_failed,
+            "update": self._replay_update,
+            "propose": self._replay_propose,
+            "fail": self._replay_fail,
+            "advance": self._replay_advance,
         }
 
     def run(self, file: Iterable[str]) -> ReplayReport:
         lines = WholeLines(file)
         for number, text in enumerate(lines, start=1):
             try:
-                self._line(json.loads(text), number)
+                self._replay_line(json.loads(text), number)
             except (ReplayDifference, RecordingError, OSError):
                 raise
             except json.JSONDecodeError as error:
@@ -124,9 +124,9 @@ class _Replay:
         preemptions = self._scheduler.stats().num_preemptions
         return ReplayReport(self._num_calls, self._num_steps, self._num_requests, preemptions, lines.is_cut)
 
-    def _line(self, call: dict[str, Any], number: int) -> None:
+    def _replay_line(self, call: dict[str, Any], number: int) -> None:
         if self._scheduler is None:
-            self._scheduler = self._open(call)
+            self._scheduler = self._make_scheduler(call)
             if self._watch is not None:
                 self._watch(self._scheduler)
             return
@@ -141,7 +141,7 @@ class _Replay:
         self._calls[name](self._scheduler, call, number)
         self._num_calls += 1
 
-    def _open(self, header: dict[str, Any]) -> Scheduler:
+    def _make_scheduler(self, header: dict[str, Any]) -> Scheduler:
         if header.get("format") != FORMAT:
             raise RecordingError(
                 f"line 1 is not the header of a recording: its format is {represented(header.get('format'))}, not "
@@ -187,38 +187,38 @@ class _Replay:
                 )
         return scheduler
 
-    def _output(self, call: dict[str, Any]) -> SchedulerOutput:
+    def _output_of(self, call: dict[str, Any]) -> SchedulerOutput:
         step: int = call["step"]
         if step not in self._outputs:
             raise ValueError(f"step {step} is not in flight: it was not scheduled, or was updated or failed before")
         return self._outputs[step]
 
-    def _add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         park = ParkReason(call["park"]) if call["park"] else None
         scheduler.add(Request(**call["request"]), call["now"], park=park)
         self._num_requests += 1
 
-    def _extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("more", "max_tokens", "encoder_inputs")}
         scheduler.extend(call["id"], call["token_ids"], call["now"], **options)
 
-    def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("keep_tokens", "detail", "stop_reason")}
         scheduler.finish(call["id"], FinishReason(call["reason"]), call["now"], **options)
 
-    def _transfer_done(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_transfer_done(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("num_loaded_tokens", "failed_blocks")}
         scheduler.transfer_done(call["transfer"], call["now"], **options)
 
-    def _schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         output = scheduler.schedule(call["now"])
         if output.step_id != call["step"]:
             raise ReplayDifference(number, call["step"], "step_id", call["step"], output.step_id)
-        _compare(number, call["step"], call["decision"], output_decision(output))
+        _compare_decisions(number, call["step"], call["decision"], output_decision(output))
         self._outputs[output.step_id] = output
         self._num_steps += 1
 
-    def _schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         """Replay a call in which a policy failed: the policy must fail again."""
         try:
             step: int | None = scheduler.schedule(call["now"]).step_id
@@ -228,27 +228,27 @@ class _Replay:
         if failed != call["error"]:
             raise ReplayDifference(number, step, "error", call["error"], failed)
 
-    def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}
         copies = Copies(*call["copies"]) if "copies" in call else None
         unsampled = call.get("unsampled", ())
         result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"], unsampled, copies)
-        self._updated = output = self._output(call)
+        self._updated = output = self._output_of(call)
         update = scheduler.update(output, result, call["now"])
         del self._outputs[call["step"]]
-        _compare(number, call["step"], call["decision"], update_decision(update))
+        _compare_decisions(number, call["step"], call["decision"], update_decision(update))
 
-    def _propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         output, kept = self._updated, 0
         if output is not None and output.step_id == call["step"]:  # otherwise the proposal was stale
             kept = scheduler.propose(output, call["token_ids"], call["counts"], call["now"])
-        _compare(number, call["step"], call["decision"], {"kept": kept})
+        _compare_decisions(number, call["step"], call["decision"], {"kept": kept})
 
-    def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
-        scheduler.fail(self._output(call), call["now"])
+    def _replay_fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        scheduler.fail(self._output_of(call), call["now"])
         self._outputs = {step: output for step, output in self._outputs.items() if step < call["step"]}
 
-    def _advance(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_advance(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         runs = _Runs()
         scheduler.add_listener(runs)
         scheduler.advance(call["times"], call["token_ids"], call["last_token_ids"])
@@ -257,7 +257,7 @@ class _Replay:
         assert run is not None
         if run.first_step_id != call["step"]:
             raise ReplayDifference(number, call["step"], "step_id", call["step"], run.first_step_id)
-        _compare(number, call["step"], call["decision"], run_decision(run))
+        _compare_decisions(number, call["step"], call["decision"], run_decision(run))
         self._num_steps += run.num_steps
 
 
@@ -268,7 +268,7 @@ class _Runs(Listener):
         self.newest = run
 
 
-def _compare(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:
+def _compare_decisions(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:
     for name in [*replayed, *(name for name in recorded if name not in replayed)]:
         if recorded.get(name) != replayed.get(name):
             raise ReplayDifference(line, step, name, recorded.get(name), replayed.get(name))

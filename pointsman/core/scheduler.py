@@ -175,7 +175,7 @@ class Scheduler:
         self._max_seen_active_seqs = config.num_sequence_slots
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
-        self._choose_parts()
+        self._choose_step_method()
 
     # ------------------------------------------------------------------ the step
 
@@ -200,12 +200,12 @@ class Scheduler:
                 self._open_eviction()
             output = self._run_parts(step)  # preempt, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError as error:
-            self._void([step], now)
+            self._roll_back([step], now)
             self._note_policy_failure(error, now)
             raise
         for guard in self._guards:
             guard.step_succeeded()
-        step.emitted(output, self._batch.members, self._kv.take_returned() if self._kv.returned else ())
+        step.set_output(output, self._batch.members, self._kv.take_returned() if self._kv.returned else ())
         self._steps.records.append(step)
         self._next_step_id += 1
         for method in self._events.stepped:
@@ -242,7 +242,7 @@ class Scheduler:
             self._preempt_for_urgent(step)
         # 2. Advance: the running requests, under limits, budget and blocks; may preempt for memory (`step/running.py`).
         advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
-        step.advanced(advance)
+        step.set_advance(advance)
         # 3. Publish: their prompt blocks, so that requests admitted next can share them (`kv/manager.py`).
         for request in advance.unpublished:
             self._kv.publish_prompt(self._batch, request)
@@ -261,20 +261,20 @@ class Scheduler:
         if self._kv.gives_back and len(table.queue):
             self._kv.give_back(self._batch)
         prefills = running.advance_prefills(table.preempt)
-        step.advanced(prefills)
+        step.set_advance(prefills)
         for request in prefills.unpublished:
             self._kv.publish_prompt(self._batch, request)
         self._admission.admit(step)
         if not prefills.total and not step.admitted:
             in_flight = len(self._steps.records) > 0
-            step.advanced(running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted))
+            step.set_advance(running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted))
         if self._kv.unpublished:
             self._kv.publish_deferred(self._batch)
         return self._emission.emit(step)
 
     def _paused_step(self, step: StepRecord) -> SchedulerOutput:
         """A step during a pause: no row advances; `Admission` records why the head of the queue waits."""
-        step.advanced(self._running.rest())
+        step.set_advance(self._running.empty_advance())
         self._admission.admit(step)
         return self._emission.emit(step)
 
@@ -288,11 +288,11 @@ class Scheduler:
         """
         records = self._steps.records
         if not records or records[0].output is not output:
-            raise self._steps.not_the_oldest(output)
+            raise self._steps.not_oldest_error(output)
         if not isinstance(result, StepResult):
             raise StepResultError(f"the result passed to update() is {result!r}; pass StepResult(token_ids)")
         if now < self._now:
-            raise self._clock_went_back(now)
+            raise self._clock_error(now)
         step, self._now = records[0], now
         # 1. Append and 2. stop: check the result, append its tokens, test stop conditions (`step/update.py`).
         fields, ends = self._update.append(step, output, result, now)
@@ -303,7 +303,7 @@ class Scheduler:
             self._update.finish(fields, ends, now)
         # 4. Close: the step is no longer in flight, and rows that were fenced until its update may be reused.
         records.popleft()
-        self._drafts.updated(step.step_id)
+        self._drafts.set_updated_step(step.step_id)
         if self._batch.fenced_rows:
             self._batch.fence_passed(step.step_id)
         if not records:
@@ -351,14 +351,14 @@ class Scheduler:
         Raises:
             StepOrderError: `output` is not in flight.
         """
-        void, self._now = self._steps.take_from(output), now
-        self._void(void, now)
+        void, self._now = self._steps.remove_from(output), now
+        self._roll_back(void, now)
         for method in self._events.failed:
             method(len(void), now)
         if self._events.called:
             send(self._events.called, Call("fail", now, {"output": output}))
 
-    def _void(self, void: list[StepRecord], now: float) -> None:
+    def _roll_back(self, void: list[StepRecord], now: float) -> None:
         """Roll back the steps in `void`, newest first. These steps were removed from the steps in flight, or never were
         in flight."""
         roll_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
@@ -432,28 +432,28 @@ class Scheduler:
     def _open_step(self, now: float) -> StepRecord:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
-            raise self._steps.too_many()
+            raise self._steps.too_many_error()
         if now < self._now:
-            raise self._clock_went_back(now)
+            raise self._clock_error(now)
         self._now = now
         self._view.open_step(now)
         if self._loading is not None:
-            self._loading.expire(now)
+            self._loading.end_overdue_loads(now)
         step = StepRecord(self._next_step_id, now)
         for open_step in self._load_followers:
             open_step(len(self._table.queue) + len(self._batch))
         self._kv.open_step(step.step_id, step.journal, records[0].step_id if records else step.step_id)
         if self._encoder is not None:
-            self._encoder.open(step.step_id, now)
+            self._encoder.begin_step(step.step_id, now)
         return step
 
-    def _clock_went_back(self, now: float) -> ClockError:
+    def _clock_error(self, now: float) -> ClockError:
         return ClockError(
             f"now is {now}, and it was {self._now} in an earlier call; pass the time of a clock that never goes back, "
             "such as time.monotonic()"
         )
 
-    def _choose_parts(self) -> None:
+    def _choose_step_method(self) -> None:
         """Choose the method that runs the parts of a step, by `batching` and the pause mode."""
         self._run_parts: Callable[[StepRecord], SchedulerOutput] = self._paused_step
         if self.pause_mode is not PauseMode.ALL:
@@ -471,7 +471,7 @@ class Scheduler:
             table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
         if victims and self._budget.policies:  # the victims' tokens return to the step's budget
             self._budget.open_step(self._view)
-        step.preempted_for(head if victims else None)
+        step.set_preemptor(head if victims else None)
 
     # ------------------------------------------------------------------ requests
 
@@ -656,7 +656,7 @@ class Scheduler:
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
             self._emission.forget_output()  # as in `resume`
         self._admission.set_pause(Pause(mode, now))
-        self._choose_parts()
+        self._choose_step_method()
         if self._events.called:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
@@ -664,7 +664,7 @@ class Scheduler:
         """End a `pause`; no effect if the scheduler is not paused."""
         self._admission.set_pause(None)
         self._emission.forget_output()  # rows that the steps of the pause left out run in the next step
-        self._choose_parts()
+        self._choose_step_method()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
 
@@ -683,7 +683,7 @@ class Scheduler:
         if self._loading is None:
             raise UnknownTransfer(f"no transfer {transfer_id!r} is under way: this scheduler has no connector")
         failed = sorted(int(block) for block in failed_blocks)
-        ended = self._loading.done(transfer_id, num_loaded_tokens, failed, now)
+        ended = self._loading.end_transfer(transfer_id, num_loaded_tokens, failed, now)
         if self._events.called:
             arguments = {"transfer_id": transfer_id, "num_loaded_tokens": num_loaded_tokens, "failed_blocks": failed}
             send(self._events.called, Call("transfer_done", now, arguments))

@@ -243,7 +243,7 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
     ends = is_end.nonzero()[0]
     position, total, columns = 0, 0, {}
     for name, differences in COLUMNS[kind].items():
-        count, position = _read_one(stream, ends, position)
+        count, position = _read_number(stream, ends, position)
         total += count
         if total > MAX_NUMBERS:
             raise FilmError(
@@ -260,7 +260,7 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
         position = after
     strings: list[str] = []
     if position < len(data):
-        count, position = _read_one(stream, ends, position)
+        count, position = _read_number(stream, ends, position)
         if count > MAX_STRINGS:
             raise FilmError(f"a chunk has {count:,} bytes of strings, more than {MAX_STRINGS:,}; the film is broken")
         try:
@@ -272,7 +272,7 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
     return columns, strings
 
 
-def _read_one(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) -> tuple[int, int]:
+def _read_number(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) -> tuple[int, int]:
     index = int(ends.searchsorted(position))
     if index == len(ends):
         raise FilmError("a chunk ends within a column; the film is broken")
@@ -306,12 +306,12 @@ def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences:
         if differences:
             values = values.cumsum() + before
             before = int(values[-1])
-        parts.append(_narrow(values))
+        parts.append(_to_smallest_type(values))
         begin = after
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int8)
 
 
-def _narrow(values: Int64Array) -> IntArray:
+def _to_smallest_type(values: Int64Array) -> IntArray:
     low, high = int(values.min()), int(values.max())
     for narrow in (np.int8, np.int16, np.int32):
         if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:

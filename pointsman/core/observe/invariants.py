@@ -343,7 +343,7 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None
     """Check that draft tokens wait to be scheduled only for rows that may verify draft tokens."""
     if not drafts.waiting:
         return
-    wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
+    wanted, rows = drafts.num_allowed(batch.members.rows), batch.members.rows
     for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:
             max_waiting = int(batch.token_limit[row] - batch.num_tokens[row]) - 1

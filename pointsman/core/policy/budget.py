@@ -40,7 +40,7 @@ class StepBudget:
         """The budget of the step that is being scheduled, in tokens."""
         self.policies: tuple[SetsBudget, ...] = ()
 
-    def ask(self, policies: tuple[SetsBudget, ...]) -> None:
+    def set_policies(self, policies: tuple[SetsBudget, ...]) -> None:
         """Set the policies that determine the budget of each step."""
         self.policies = policies
 

@@ -22,7 +22,7 @@ from pointsman.core.errors import ConfigError
 from pointsman.core.knobs import policy_checks
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
-from pointsman.core.policy.guard import Replaced, guarded, in_place_of, is_own, raised
+from pointsman.core.policy.guard import Replaced, error_in_words, guarded, in_place_of, is_own
 from pointsman.core.policy.limits import LIMITS, LongPrefillThreshold
 from pointsman.core.policy.order import ORDERS
 from pointsman.core.policy.policy import Parameter, Policy, Value, spec_of, written
@@ -149,7 +149,7 @@ def _build_guarded(
     except ConfigError:
         raise
     except Exception as error:
-        return in_place_of(kind, policy, spec, raised("its constructor", error), error)
+        return in_place_of(kind, policy, spec, error_in_words("its constructor", error), error)
 
 
 def _adopt_old_names(policy: Any) -> None:

@@ -138,7 +138,7 @@ def assemble(
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
     limits = [made("limit", limit) for limit in limits_of(config, ends, encoder)]
     reserves = [made("reserve", reserve) for reserve in reserves_of(config)]
-    budget.ask(tuple(limit for limit in limits if hasattr(limit, "step_budget")))
+    budget.set_policies(tuple(limit for limit in limits if hasattr(limit, "step_budget")))
     check_cuts(config, limits)
     gates = Gates(
         AdapterSlots(config),

@@ -73,7 +73,7 @@ class Drafts:
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
 
-    def updated(self, step_id: int) -> None:
+    def set_updated_step(self, step_id: int) -> None:
         """Set the newest step that was updated, after which drafts for an earlier step are stale."""
         self.last_updated_step = step_id
 
@@ -140,30 +140,30 @@ class Drafts:
 
     # ------------------------------------------------------------------ scheduling
 
-    def are_for(self, rows: Int64Array) -> bool:
+    def are_all_allowed_for(self, rows: Int64Array) -> bool:
         """Whether the waiting drafts are for exactly these rows, and `draft_table` allows all of the drafts."""
         if rows is not self._rows:
             return False
         return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
 
-    def granted(self) -> Int64Array:
+    def num_verified_tokens(self) -> Int64Array:
         """[drafted rows] number of tokens of each row in a step that verifies all waiting drafts."""
         equal = self._equal
         return equal.granted if self.counts is equal.counts else self.counts + ONE
 
-    def take_all(self) -> Int32Array:
+    def pop_all(self) -> Int32Array:
         """Return all waiting drafts, row after row; these drafts no longer wait."""
         self.forget()
         return self._token_ids
 
-    def wanted(self, rows: Int64Array) -> Int64Array:
+    def num_allowed(self, rows: Int64Array) -> Int64Array:
         """[rows] number of drafts that a step may verify for each row: the waiting drafts, limited by `draft_table`."""
         drafts = self._by_row_number(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
 
-    def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
+    def pop_drafts(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
         """Return the first `drafts` [rows] waiting drafts of each row, row after row; further waiting drafts of these
         rows are dropped."""
         total = int(drafts.sum())

@@ -73,10 +73,10 @@ class PromptParts:
             raise RequestRefused(f"request {name!r} not extended: {why}")
         request._state.extend(part, more=more)
         if request.awaits_input:
-            self._take(request, now)
+            self._append_next_parts(request, now)
         return part
 
-    def is_part(self, end: End) -> bool:
+    def ends_only_part(self, end: End) -> bool:
         """Whether `end` ends only a prompt part, so that the request continues with the next part."""
         request = end.request
         if not request.more_input and not request._state.parts:
@@ -85,7 +85,7 @@ class PromptParts:
             return end.detail == "max_tokens"
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
-    def complete(self, request: Request, now: float) -> None:
+    def complete_part(self, request: Request, now: float) -> None:
         """Complete a part: append the next part to the prompt, or let the request wait for it. Samples in flight are
         dropped."""
         if not request.status.is_parked:
@@ -93,7 +93,7 @@ class PromptParts:
         self._table.disown_steps_in_flight(request)
         request._state.await_input()
         if request._state.parts:
-            self._take(request, now)
+            self._append_next_parts(request, now)
 
     def ready(self, request: Request, now: float) -> bool:
         """Whether a parked request may be queued, now that its reason to wait no longer applies. False: the request
@@ -111,7 +111,7 @@ class PromptParts:
         self._table.park(request, ParkReason.STREAMING_REQ, now)
         return False
 
-    def _take(self, request: Request, now: float) -> None:
+    def _append_next_parts(self, request: Request, now: float) -> None:
         """Extend the prompt by the next part, and by further arrived parts up to the first part that generates output.
         The request then continues, unless its length limit is reached.
         """
