@@ -476,7 +476,7 @@ def test_look_ahead_shortage_also_preempts_for_the_first_row_left_out() -> None:
 
 
 def test_a_victim_may_be_admitted_in_the_step_that_preempted_it() -> None:
-    """Its only full block equals a's first block. It hits it only now, as it has a token beyond that block."""
+    """The only full block of b equals a's first block, and is a cache hit once b has a token beyond that block."""
     steps = {}
     for again in (False, True):
         host = Host(admit_after_preemption=again, num_blocks=5, max_num_batched_tokens=24)

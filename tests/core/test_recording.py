@@ -78,7 +78,7 @@ def recorded() -> list[str]:
 
 
 def changed(lines: list[str], call: str, change: Callable[[dict[str, Any]], None], *, which: int = 2) -> list[str]:
-    """The recording with its `which`th line of that call altered."""
+    """The recording after `change` altered one line: the line with index `which` among the lines of `call`."""
     numbers = [number for number, line in enumerate(lines) if json.loads(line).get("call") == call]
     number = numbers[which]
     value = json.loads(lines[number])

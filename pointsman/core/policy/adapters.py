@@ -47,8 +47,8 @@ class AdapterSlots(Gate):
             self._claims = set()
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """See `Gate.check`. Earlier requests of the queue have been checked in this step, so `_claims` has their
-        claims."""
+        """Admit a request whose adapter has a slot, or can get one. Requests before it in the queue were checked
+        earlier in this step, so `_claims` has their claims."""
         adapter = request.adapter
         if adapter is None:
             return want

@@ -25,7 +25,7 @@ class SetsBudget(Protocol):
         """Number of tokens that the next step may compute; `most` is the configured budget."""
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
-        """See `Limit.lacks_step_time`."""
+        """Whether steps would take too long if the request started, see `Limit.lacks_step_time`."""
 
 
 class StepBudget:

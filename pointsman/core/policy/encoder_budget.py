@@ -224,7 +224,7 @@ class EncoderCache(Limit):
         return list(self._holds)
 
     def holds(self, request: Request) -> list[EncoderInput]:
-        """The encoder inputs whose entries a request holds."""
+        """The encoder inputs of a request whose cache entries its row holds."""
         return list(self._holds.get(request, ()))
 
     def entries(self) -> list[EncoderEntry]:

@@ -118,7 +118,7 @@ class _Run:
         self.tenant.change_num_running(1)
 
     def count_lost_row(self, num_known: int, num_counted: int) -> None:
-        """Count the request's known tokens beyond `num_counted`, as it loses its row."""
+        """When the request loses its row: count its known tokens beyond `num_counted` for its tenant."""
         self.counted = num_known
         self.tenant.add_cost((num_known - num_counted) * self.tenant.output_cost)
         self.tenant.change_num_running(-1)
@@ -335,7 +335,7 @@ class Fair(Policy):
             self._outputs += sums.astype(np.int64)
 
     def _store_counted(self) -> None:
-        """Write the counted tokens back to `_counted`, before another request gets one of the rows."""
+        """Write the number of counted tokens of each row back to `_counted`, before another request gets a row."""
         if self._rows is not None:
             self._counted[self._rows] = self._known
             self._rows = None
@@ -375,8 +375,8 @@ class Fair(Policy):
         self._num_steps += 1
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Lift again the tenants that began to wait while a step was in flight, now that the output tokens of the step
-        are counted."""
+        """Raise again the counters of tenants that began to wait while a step was in flight, now that the output tokens
+        of the step are counted."""
         self._num_steps -= 1
         if self._entered:
             entered, self._entered = self._entered, {}
@@ -394,7 +394,7 @@ class Fair(Policy):
         self._num_steps -= num_steps
 
     def on_steps(self, run: StepRun) -> None:
-        """Does nothing: `on_step` did not count these steps as in flight."""
+        """Does nothing: steps of a fast-forward are never counted as in flight."""
 
     def _count_lost_row(self, request: Request) -> None:
         """Count the tokens of a request that loses its row."""
@@ -405,7 +405,7 @@ class Fair(Policy):
         run.count_lost_row(request.num_tokens, int(self._counted[run.row]))
 
     def _undo_admission(self, request: Request, run: _Run) -> None:
-        """Take back the counts of an admission that a failed step undoes."""
+        """Undo what was counted for an admission, because the admission's step failed."""
         self._store_counted()
         tenant = run.tenant
         run.undo_admission()
@@ -442,8 +442,8 @@ class Fair(Policy):
         return lifted
 
     def _remove_idle_tenants(self, level: int, kept: _Tenant) -> None:
-        """Remove idle tenants, except `kept`, whose counters are at most `level`. When they wait again, they would be
-        lifted to this level or more anyway, as it only rises."""
+        """Remove idle tenants, except `kept`, whose counters are at most `level`. When such a tenant waits again, its
+        counter would be raised to this level or more anyway, as the level only rises."""
         for tenant in list(self._tenants.values()):
             is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
             if is_idle and tenant is not kept and self._counter_of(tenant) <= level:

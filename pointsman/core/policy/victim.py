@@ -89,8 +89,8 @@ class LeastCost(Policy):
         return int(candidates[view.num_computed_tokens[candidates].argmin()])
 
     def _latest_that_frees_enough(self, view: View, candidates: npt.NDArray[np.int64]) -> int:
-        """Index of the last admitted of the `candidates`, which are indices, that frees enough blocks; if none does, the
-        index of the candidate that frees most blocks. A request that does not use the prefix cache is chosen only if no
+        """Index of the last admitted request among the indices `candidates` that frees enough blocks; if none does, of
+        the request that frees most blocks. A request that does not use the prefix cache is chosen only if no
         candidate uses it."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1

@@ -47,7 +47,7 @@ class Shortfall:
     """Result of `reason_at` for `levels`."""
 
     def move_to(self, levels: Levels) -> None:
-        """Set the numbers of blocks at a new scan, and the reason to wait with these numbers."""
+        """Set `levels` to the numbers of blocks at a new scan of the queue, and `reason` accordingly."""
         self.levels, self.reason = levels, self.reason_at(levels)
 
     def reason_at(self, levels: Levels) -> Reason | None:
@@ -143,7 +143,8 @@ class Needs:
     # ------------------------------------------------------------------ a request
 
     def get(self, request: Request, num_waiting: int) -> Need | None:
-        """The need of a request, from which on `num_waiting` requests are queued; None: the request must be checked."""
+        """The remembered need of a request, if it is still valid; None: the request must be checked. `num_waiting`:
+        number of queued requests from this request on."""
         need = self.known.get(request)
         if need is None or need.serial != request._state.serial:
             return None

@@ -400,7 +400,7 @@ def test_growth_reserve_is_smaller_when_running_requests_near_their_end() -> Non
 def test_growth_reserve_is_bounded_and_deterministic(
     ends: list[tuple[int, int]], pool: int, has_cache: bool, rows: list[tuple[int, int]], waiting: list[int]
 ) -> None:
-    """It is at most an eighth, does not fall with more waiting requests, and is equal while `num_changes` is."""
+    """At most an eighth of the pool; not less with more waiting requests; the same while `num_changes` is the same."""
     reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache, **running(*rows))
     found = {}
     for number in sorted(waiting):

@@ -93,7 +93,7 @@ def test_kept_tokens_need_window_blocks_that_other_requests_hold() -> None:
 
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(group.kind for group in groups))
 def test_kept_tokens_of_a_victim_are_hits_after_all_evictions(groups: tuple[KVGroup, ...]) -> None:
-    """And no other blocks are found of a request that loses its blocks at any moment."""
+    """When a request loses its blocks at any moment, only the blocks of its kept tokens are cache hits."""
     num_kept = 0
     for seed in seeds(20, 500):
         rng = random.Random(seed)
