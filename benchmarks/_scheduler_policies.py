@@ -112,7 +112,7 @@ def chosen(found: Found) -> dict[str, Any]:
 def max_allowed(policy: type[Policy]) -> float:
     """The target for a policy: maximum ratio to a step without it."""
     listens = any(getattr(policy, event) is not getattr(Policy, event) for event in EACH_STEP)
-    return MAX_FOR_A_LISTENER if listens or hasattr(policy, "lets_pass") else MAX
+    return MAX_FOR_A_LISTENER if listens or hasattr(policy, "allows_bypass") else MAX
 
 
 def measure(

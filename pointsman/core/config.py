@@ -509,60 +509,63 @@ class SchedulerConfig(metaclass=Documented):
         if self.max_num_batched_tokens < self.max_num_seqs and self.batching != "prefill-first":
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs {self.max_num_seqs}: "
-                "not every running request could decode in a step; raise the budget or lower max_num_seqs"
+                "not every running request could decode in a step; raise max_num_batched_tokens or lower max_num_seqs"
             )
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {self.long_prefill_token_threshold} but enable_chunked_prefill is "
-                "off, so it would have no effect; set it to 0 or turn chunked prefill on"
+                "off, so it would have no effect; set it to 0 or turn enable_chunked_prefill on"
             )
         if self.long_prefill_token_threshold >= self.max_num_batched_tokens:
             raise ConfigError(
-                f"long_prefill_token_threshold is {self.long_prefill_token_threshold} and max_num_batched_tokens "
-                f"{self.max_num_batched_tokens}, so it would have no effect; set it below the budget, or to 0"
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, not below "
+                f"max_num_batched_tokens {self.max_num_batched_tokens}, so it would have no effect; lower it, or set "
+                "it to 0 for no threshold"
             )
         self._check_partial_prefills()
         if self.long_prefill_token_threshold_adaptive and not self.prefill_threshold:
             raise ConfigError(
-                "long_prefill_token_threshold_adaptive is on and long_prefill_token_threshold is 0, no threshold, "
-                "so it would have no effect; set the threshold, or leave it off"
+                "long_prefill_token_threshold_adaptive is on, but long_prefill_token_threshold is 0, so there is no "
+                "threshold to adapt; set long_prefill_token_threshold, or turn the adaptive knob off"
             )
         if self.enable_kv_cache_events and not self.enable_prefix_caching:
             raise ConfigError(
-                "enable_kv_cache_events is on and enable_prefix_caching off, so nothing is cached; turn prefix caching "
-                "on, or leave it off"
+                "enable_kv_cache_events is on, but enable_prefix_caching is off, so no block is cached; turn "
+                "enable_prefix_caching on, or enable_kv_cache_events off"
             )
         if self.eviction != "lru" and not self.enable_prefix_caching:
             raise ConfigError(
-                f"eviction is {_policy_name(self.eviction)!r}, and enable_prefix_caching is off, so no block is "
-                "cached; turn prefix caching on, or leave it at its default"
+                f"eviction is {_policy_name(self.eviction)!r}, but enable_prefix_caching is off, so no block is "
+                'cached; turn enable_prefix_caching on, or leave eviction at its default, "lru"'
             )
         if self.count_common_prefix and not self.enable_prefix_caching:
             raise ConfigError(
-                "count_common_prefix is on and enable_prefix_caching off, so no block is common to two requests; turn "
-                "prefix caching on, or leave it off"
+                "count_common_prefix is on, but enable_prefix_caching is off, so requests share no blocks; turn "
+                "enable_prefix_caching on, or count_common_prefix off"
             )
         if self.preemption_mode != "recompute" and not self.enable_prefix_caching:
             raise ConfigError(
-                f'preemption_mode is "{self.preemption_mode}" and enable_prefix_caching is off: swapped blocks are '
-                'found again through the prefix cache; turn it on, or use "recompute"'
+                f'preemption_mode is "{self.preemption_mode}", but enable_prefix_caching is off, and swapped blocks '
+                "are loaded only through the prefix cache; turn enable_prefix_caching on, or set preemption_mode to "
+                '"recompute"'
             )
         if not self.share_within_step and not self.enable_prefix_caching:
             raise ConfigError("share_within_step=False has no effect without prefix caching; leave it at its default")
         if self.displace and self.batching != "mixed":
             raise ConfigError(
-                f'displace=True has no effect with batching "{self.batching}"; use "mixed" or leave it unset'
+                f'displace=True has no effect with batching "{self.batching}"; use batching="mixed" or leave displace '
+                "unset"
             )
         if self.displace and self.order in ("fcfs", "fcfs-front", "priority-by-arrival"):
             raise ConfigError(
-                f'displace=True has no effect under order "{self.order}"; use order="priority" or leave it unset'
+                f'displace=True has no effect under order "{self.order}"; use order="priority" or leave displace unset'
             )
         capped = self.max_num_partial_prefills is not None or self.max_long_partial_prefills is not None
         if self.max_overtakes != MAX_OVERTAKES and not (self.max_loras or self.encoder_budget or capped):
             raise ConfigError(
-                f"max_overtakes is {self.max_overtakes}, and no request is skipped without adapters, encoder inputs "
-                "or a cap on partial prefills; set max_loras, encoder_budget or max_num_partial_prefills, or leave it "
-                "at its default"
+                f"max_overtakes is {self.max_overtakes}, but has no effect without adapters, encoder inputs or a cap "
+                "on partial prefills; set max_loras, encoder_budget or max_num_partial_prefills, or leave "
+                "max_overtakes at its default"
             )
         self._check_encoder()
         self._check_speculation()
@@ -573,8 +576,8 @@ class SchedulerConfig(metaclass=Documented):
             value = getattr(self, name)
             if value is not True and not self.encoder_budget:
                 raise ConfigError(
-                    f"{name}={value!r} has no effect without encoder inputs; set encoder_budget, or leave it at its "
-                    "default"
+                    f"{name}={value!r} has no effect without encoder inputs; set encoder_budget, or leave {name} at "
+                    "its default"
                 )
         for name, other in (_ENCODER, _ENCODER[::-1]):
             if getattr(self, name) and not getattr(self, other):
@@ -584,50 +587,51 @@ class SchedulerConfig(metaclass=Documented):
                 )
         if self.encoder_budget and self.batching == "prefill-first":
             raise ConfigError(
-                'encoder inputs need batching "mixed" or "static", and it is "prefill-first"; set encoder_budget to 0'
+                f'encoder_budget is {self.encoder_budget}, but batching "prefill-first" supports no encoder inputs; '
+                'set encoder_budget to 0, or batching to "mixed" or "static"'
             )
 
     def _check_speculation(self) -> None:
         if self.draft_table and not self.num_draft_tokens:
             raise ConfigError(
-                f"draft_table is {self.draft_table} and num_draft_tokens 0, so it would have no effect; raise "
-                "num_draft_tokens or leave the table empty"
+                f"draft_table is {self.draft_table}, but num_draft_tokens is 0, so there are no drafts; raise "
+                "num_draft_tokens, or leave draft_table empty"
             )
         if self.pad_first_decodes and (not self.num_draft_tokens or self.draft_table or self.batching != "mixed"):
             raise ConfigError(
-                "pad_first_decodes=True needs num_draft_tokens, one number for all rows (no draft_table), and batching "
-                '"mixed"; leave it at its default'
+                "pad_first_decodes=True needs num_draft_tokens above 0, an empty draft_table, and batching "
+                '"mixed"; change these knobs, or leave pad_first_decodes at its default'
             )
         for running, drafts in self.draft_table:
             if drafts > self.num_draft_tokens:
                 raise ConfigError(
-                    f"draft_table allows {drafts} from {running} running requests on, and num_draft_tokens is "
-                    f"{self.num_draft_tokens}, so it would have no effect; raise num_draft_tokens or lower the entry"
+                    f"draft_table allows {drafts} drafts with {running} or more running requests, and num_draft_tokens "
+                    f"only {self.num_draft_tokens}; raise num_draft_tokens, or lower this entry of draft_table"
                 )
 
     def _check_partial_prefills(self) -> None:
         cap, long_cap = self.max_num_partial_prefills, self.max_long_partial_prefills
         if (cap is not None or long_cap is not None) and not self.enable_chunked_prefill:
             raise ConfigError(
-                "a cap on partial prefills has no effect with enable_chunked_prefill off: there are none; leave "
-                "it unset or turn chunked prefill on"
+                f"max_num_partial_prefills is {cap} and max_long_partial_prefills is {long_cap}, but without "
+                "enable_chunked_prefill no prefill is partial; leave both unset, or turn enable_chunked_prefill on"
             )
         if long_cap is not None and not self.prefill_threshold:
             raise ConfigError(
-                f"max_long_partial_prefills is {long_cap}, and long_prefill_token_threshold is 0, so no prompt is "
-                "long; set the threshold"
+                f"max_long_partial_prefills is {long_cap}, but long_prefill_token_threshold is 0, so no prompt counts "
+                "as long; set long_prefill_token_threshold"
             )
         if cap is not None and long_cap is not None and long_cap >= cap:
             raise ConfigError(
-                f"max_long_partial_prefills is {long_cap} and max_num_partial_prefills {cap}, so it would have no "
-                "effect; lower it, or leave it unset"
+                f"max_long_partial_prefills is {long_cap}, not below max_num_partial_prefills {cap}, so it would have "
+                "no effect; lower it, or leave it unset"
             )
 
     def _check_prefill_first(self) -> None:
         if self.batching == "prefill-first" and self.shortage == "replan":
             raise ConfigError(
-                'batching "prefill-first" allocates row by row when blocks run out; set shortage to "in-order" or '
-                '"look-ahead"'
+                'shortage is "replan", but batching "prefill-first" allocates blocks row by row when they run out; set '
+                'shortage to "in-order" or "look-ahead"'
             )
         if self.batching != "prefill-first" and self.num_sequence_slots > self.max_num_seqs:
             raise ConfigError(
@@ -637,7 +641,7 @@ class SchedulerConfig(metaclass=Documented):
         if self.admit_after_preemption and self.batching != "mixed":
             raise ConfigError(
                 f'admit_after_preemption=True works with batching "mixed" and not "{self.batching}", where a prompt '
-                "could be preempted and admitted again for ever while nothing decodes; leave it at its default"
+                "could be preempted and readmitted endlessly while no request decodes; leave it at its default"
             )
         if not self.count_owed_blocks and not self.full_sequence_must_fit:
             raise ConfigError(
@@ -668,7 +672,9 @@ def _policy_name(policy: Any) -> Any:
 
 def _checked_policies(name: str, given: object) -> tuple[Any, ...]:
     if isinstance(given, str) or not isinstance(given, (tuple, list)):
-        raise ConfigError(f'{name} is {given!r}; give a list of names or objects, such as ("watermark:share=0.02",)')
+        raise ConfigError(
+            f'{name} is {given!r}; give a list of policy names or policy objects, such as ("watermark:share=0.02",)'
+        )
     return tuple(given)
 
 
@@ -685,7 +691,7 @@ def _checked_groups(given: object) -> tuple[KVGroup, ...]:
         if group.kind not in KINDS:
             raise ConfigError(f"a group in kv_groups is of kind {group.kind!r}; choose one of {', '.join(KINDS)}")
         if group.is_full and group.size != 0:
-            raise ConfigError(f'a group in kv_groups is "full", of size {group.size}; leave the size out')
+            raise ConfigError(f'a "full" group in kv_groups has size {group.size}; such a group has no size, omit it')
         if not group.is_full:
             AtLeast(1).check(f'the size of a "{group.kind}" group in kv_groups', group.size)
     return groups

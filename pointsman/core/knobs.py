@@ -69,7 +69,7 @@ class Seconds:
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ConfigError(f"{name} is {value!r}; give seconds above 0, or None for no limit")
+            raise ConfigError(f"{name} is {value!r}; give a number of seconds above 0, or None for no limit")
 
 
 Range: TypeAlias = AtLeast | ShareOf | Seconds

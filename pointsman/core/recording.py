@@ -108,7 +108,9 @@ def check_num_blocks(value: object) -> None:
         ValueError: the pool has more than `MAX_BLOCKS` blocks.
     """
     if isinstance(value, int) and value > MAX_BLOCKS:
-        raise ValueError(f"num_blocks is {value}, and at most {MAX_BLOCKS} are replayed or simulated; correct it")
+        raise ValueError(
+            f"num_blocks is {value}, more than {MAX_BLOCKS}, the maximum of a replay or simulation; lower num_blocks"
+        )
 
 
 class WholeLines(Generic[AnyStr]):
@@ -201,13 +203,13 @@ class Recorder(Listener):
         """Write one line: the header or a call, with the connector's answers since the line before."""
         if self._answers is not None and (answers := self._answers.take_answers()):
             line["answers"] = answers
-        self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
+        self._file.write(json.dumps(line, separators=(",", ":"), default=_json_value) + "\n")
 
 
 # ------------------------------------------------------------------ the fields of a line, by call
 
 
-def _add(request: Request, park: ParkReason | None) -> dict[str, Any]:
+def _arguments_of_add(request: Request, park: ParkReason | None) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(request, name) for name in REQUEST_FIELDS}
     fields["prompt_token_ids"] = request.prompt_token_ids.tolist()
     if request.num_output_tokens:
@@ -215,24 +217,26 @@ def _add(request: Request, park: ParkReason | None) -> dict[str, Any]:
     return {"request": fields, "park": park.value if park else None}
 
 
-def _finish(request_id: str, reason: FinishReason, **options: Any) -> dict[str, Any]:
+def _arguments_of_finish(request_id: str, reason: FinishReason, **options: Any) -> dict[str, Any]:
     return {"id": request_id, "reason": reason.value, **options}
 
 
-def _extend(request_id: str, part: Part, more: bool) -> dict[str, Any]:
+def _arguments_of_extend(request_id: str, part: Part, more: bool) -> dict[str, Any]:
     options = {"max_tokens": part.max_tokens, "encoder_inputs": part.encoder_inputs}
     return {"id": request_id, "token_ids": part.token_ids.tolist(), "more": more, **options}
 
 
-def _transfer_done(transfer_id: int, num_loaded_tokens: int | None, failed_blocks: list[int]) -> dict[str, Any]:
+def _arguments_of_transfer_done(
+    transfer_id: int, num_loaded_tokens: int | None, failed_blocks: list[int]
+) -> dict[str, Any]:
     return {"transfer": transfer_id, "num_loaded_tokens": num_loaded_tokens, "failed_blocks": failed_blocks}
 
 
-def _schedule(output: SchedulerOutput) -> dict[str, Any]:
+def _arguments_of_schedule(output: SchedulerOutput) -> dict[str, Any]:
     return {"step": output.step_id, "decision": output_decision(output)}
 
 
-def _update(output: SchedulerOutput, result: StepResult, update: StepUpdate) -> dict[str, Any]:
+def _arguments_of_update(output: SchedulerOutput, result: StepResult, update: StepUpdate) -> dict[str, Any]:
     line: dict[str, Any] = {"step": output.step_id, "token_ids": np.asarray(result.token_ids).tolist()}
     line["counts"] = None if result.counts is None else np.asarray(result.counts).tolist()
     line["errors"] = {str(index): message for index, message in result.errors.items()}
@@ -243,12 +247,14 @@ def _update(output: SchedulerOutput, result: StepResult, update: StepUpdate) -> 
     return {**line, "step_time": result.step_time, "decision": update_decision(update)}
 
 
-def _propose(output: SchedulerOutput, token_ids: Integers, counts: Integers, kept: int) -> dict[str, Any]:
+def _arguments_of_propose(output: SchedulerOutput, token_ids: Integers, counts: Integers, kept: int) -> dict[str, Any]:
     line: dict[str, Any] = {"step": output.step_id, "decision": {"kept": kept}}
     return {**line, "token_ids": np.asarray(token_ids).tolist(), "counts": np.asarray(counts).tolist()}
 
 
-def _advance(first_step_id: int, times: Any, token_ids: Any, last_token_ids: Any, run: StepRun) -> dict[str, Any]:
+def _arguments_of_advance(
+    first_step_id: int, times: Any, token_ids: Any, last_token_ids: Any, run: StepRun
+) -> dict[str, Any]:
     line: dict[str, Any] = {"step": first_step_id, "times": np.asarray(times, dtype=np.float64).tolist()}
     line["token_ids"] = np.asarray(token_ids).tolist()
     line["last_token_ids"] = None if last_token_ids is None else np.asarray(last_token_ids).tolist()
@@ -257,9 +263,9 @@ def _advance(first_step_id: int, times: Any, token_ids: Any, last_token_ids: Any
 
 _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
     "schedule_failed": lambda error: {"error": error},
-    "add": _add,
-    "finish": _finish,
-    "extend": _extend,
+    "add": _arguments_of_add,
+    "finish": _arguments_of_finish,
+    "extend": _arguments_of_extend,
     "park": lambda request_id, reason: {"id": request_id, "reason": reason.value},
     "ready": lambda request_id: {"id": request_id},
     "set_priority": lambda request_id, priority: {"id": request_id, "priority": priority},
@@ -268,22 +274,22 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
     "resume": dict,
     "reset_encoder_cache": dict,
     "reset_prefix_cache": lambda preempt_running: {"preempt_running": preempt_running},
-    "transfer_done": _transfer_done,
-    "schedule": _schedule,
-    "update": _update,
-    "propose": _propose,
+    "transfer_done": _arguments_of_transfer_done,
+    "schedule": _arguments_of_schedule,
+    "update": _arguments_of_update,
+    "propose": _arguments_of_propose,
     "fail": lambda output: {"step": output.step_id},
-    "advance": _advance,
+    "advance": _arguments_of_advance,
 }
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     """Convert a NumPy scalar or a dataclass, which `json` cannot write, to a JSON value."""
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{value!r} cannot be recorded")
+    raise TypeError(f"{value!r} cannot be recorded; pass a JSON value, a NumPy scalar or a dataclass")
 
 
 def output_decision(output: SchedulerOutput) -> dict[str, Any]:

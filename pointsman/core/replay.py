@@ -83,9 +83,9 @@ class _Replay:
         self._updated: SchedulerOutput | None = None
         self._num_calls = self._num_steps = self._num_requests = 0
         self._calls: dict[str, Callable[[Scheduler, dict[str, Any], int], None]] = {
-            "add": self._add,
-            "finish": self._finish,
-            "extend": self._extend,
+            "add": self._replay_add,
+            "finish": self._replay_finish,
+            "extend": self._replay_extend,
             "park": lambda s, call, _: s.park(call["id"], ParkReason(call["reason"]), call["now"]),
             "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
             "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
@@ -96,25 +96,25 @@ class _Replay:
             "reset_prefix_cache": lambda s, call, _: s.reset_prefix_cache(
                 call["now"], preempt_running=call["preempt_running"]
             ),
-            "transfer_done": self._transfer_done,
-            "schedule": self._schedule,
-            "schedule_failed": self._schedule_failed,
-            "update": self._update,
-            "propose": self._propose,
-            "fail": self._fail,
-            "advance": self._advance,
+            "transfer_done": self._replay_transfer_done,
+            "schedule": self._replay_schedule,
+            "schedule_failed": self._replay_schedule_failed,
+            "update": self._replay_update,
+            "propose": self._replay_propose,
+            "fail": self._replay_fail,
+            "advance": self._replay_advance,
         }
 
     def run(self, file: Iterable[str]) -> ReplayReport:
         lines = WholeLines(file)
         for number, text in enumerate(lines, start=1):
             try:
-                self._line(json.loads(text), number)
+                self._replay_line(json.loads(text), number)
             except (ReplayDifference, RecordingError, OSError):
                 raise
             except json.JSONDecodeError as error:
                 raise RecordingError(
-                    f"line {number} is not JSON ({error.msg}); the recording is cut or broken"
+                    f"line {number} is not JSON ({error.msg}); the recording is cut off or broken"
                 ) from None
             except Exception as error:  # values that no recorder writes can fail anywhere in the scheduler
                 what = str(error) if isinstance(error, PointsmanError) else f"{type(error).__name__}: {error}"
@@ -124,35 +124,40 @@ class _Replay:
         preemptions = self._scheduler.stats().num_preemptions
         return ReplayReport(self._num_calls, self._num_steps, self._num_requests, preemptions, lines.is_cut)
 
-    def _line(self, call: dict[str, Any], number: int) -> None:
+    def _replay_line(self, call: dict[str, Any], number: int) -> None:
         if self._scheduler is None:
-            self._scheduler = self._open(call)
+            self._scheduler = self._make_scheduler(call)
             if self._watch is not None:
                 self._watch(self._scheduler)
             return
         name = call.get("call")
         if name not in self._calls:
-            raise RecordingError(f"line {number} calls {represented(name)}, which no scheduler has")
+            raise RecordingError(
+                f"line {number} has the unknown call {represented(name)}; the recording is broken, or newer than this "
+                "library"
+            )
         if self._connector is not None:
             self._connector.set_answers(call.get("answers", []))
         self._calls[name](self._scheduler, call, number)
         self._num_calls += 1
 
-    def _open(self, header: dict[str, Any]) -> Scheduler:
+    def _make_scheduler(self, header: dict[str, Any]) -> Scheduler:
         if header.get("format") != FORMAT:
             raise RecordingError(
-                f"line 1 is no header of a recording (format {represented(header.get('format'))}, not {FORMAT!r})"
+                f"line 1 is not the header of a recording: its format is {represented(header.get('format'))}, not "
+                f"{FORMAT!r}"
             )
         version = header.get("format_version")
         if version != FORMAT_VERSION:
             raise RecordingError(
-                f"line 1: the recording has format version {represented(version)}; this library reads {FORMAT_VERSION}"
+                f"line 1: the recording has format version {represented(version)}, but this library reads version "
+                f"{FORMAT_VERSION}; replay it with the library that recorded it"
             )
         if "observed" in header:
             other = shown(str(header["observed"]["scheduler"]))
             raise RecordingError(
-                f"it was observed: {other} decided, and it has no prompts, so no decision can be replayed; "
-                "pointsman vllm compare simulates it"
+                f"the recording was observed: {other} made the decisions, and there are no prompts, so no decision can "
+                "be replayed; simulate the recording with `pointsman vllm compare`"
             )
         config = header["config"]
         check_num_blocks(config["num_blocks"])
@@ -170,49 +175,50 @@ class _Replay:
         for failed in scheduler.replaced_policies:
             if failed not in replaced:
                 raise RecordingError(
-                    f"{failed.kind} {failed.policy!r} decided, and cannot be used here: {failed.error}; correct it"
+                    f"the {failed.kind} policy {failed.policy!r} of the recording cannot be used here: {failed.error}; "
+                    "correct the policy"
                 )
         for name, version in header.get("policies", {}).items():
             here = scheduler.policies.get(name)
             if here != version:
                 raise RecordingError(
-                    f"policy {name!r} decided in version {version} and has version {here} here, so this recording "
-                    "cannot be replayed; install that version"
+                    f"policy {name!r} had version {version} in the recording and has version {here} here, so the "
+                    f"recording cannot be replayed; install version {version} of the policy"
                 )
         return scheduler
 
-    def _output(self, call: dict[str, Any]) -> SchedulerOutput:
+    def _output_of(self, call: dict[str, Any]) -> SchedulerOutput:
         step: int = call["step"]
         if step not in self._outputs:
-            raise ValueError(f"step {step} was not scheduled, or is over")
+            raise ValueError(f"step {step} is not in flight: it was not scheduled, or was updated or failed before")
         return self._outputs[step]
 
-    def _add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_add(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         park = ParkReason(call["park"]) if call["park"] else None
         scheduler.add(Request(**call["request"]), call["now"], park=park)
         self._num_requests += 1
 
-    def _extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_extend(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("more", "max_tokens", "encoder_inputs")}
         scheduler.extend(call["id"], call["token_ids"], call["now"], **options)
 
-    def _finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_finish(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("keep_tokens", "detail", "stop_reason")}
         scheduler.finish(call["id"], FinishReason(call["reason"]), call["now"], **options)
 
-    def _transfer_done(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_transfer_done(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         options = {name: call[name] for name in ("num_loaded_tokens", "failed_blocks")}
         scheduler.transfer_done(call["transfer"], call["now"], **options)
 
-    def _schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_schedule(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         output = scheduler.schedule(call["now"])
         if output.step_id != call["step"]:
             raise ReplayDifference(number, call["step"], "step_id", call["step"], output.step_id)
-        _compare(number, call["step"], call["decision"], output_decision(output))
+        _compare_decisions(number, call["step"], call["decision"], output_decision(output))
         self._outputs[output.step_id] = output
         self._num_steps += 1
 
-    def _schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         """Replay a call in which a policy failed: the policy must fail again."""
         try:
             step: int | None = scheduler.schedule(call["now"]).step_id
@@ -222,27 +228,27 @@ class _Replay:
         if failed != call["error"]:
             raise ReplayDifference(number, step, "error", call["error"], failed)
 
-    def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}
         copies = Copies(*call["copies"]) if "copies" in call else None
         unsampled = call.get("unsampled", ())
         result = StepResult(call["token_ids"], call["counts"], errors, call["step_time"], unsampled, copies)
-        self._updated = output = self._output(call)
+        self._updated = output = self._output_of(call)
         update = scheduler.update(output, result, call["now"])
         del self._outputs[call["step"]]
-        _compare(number, call["step"], call["decision"], update_decision(update))
+        _compare_decisions(number, call["step"], call["decision"], update_decision(update))
 
-    def _propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         output, kept = self._updated, 0
         if output is not None and output.step_id == call["step"]:  # otherwise the proposal was stale
             kept = scheduler.propose(output, call["token_ids"], call["counts"], call["now"])
-        _compare(number, call["step"], call["decision"], {"kept": kept})
+        _compare_decisions(number, call["step"], call["decision"], {"kept": kept})
 
-    def _fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
-        scheduler.fail(self._output(call), call["now"])
+    def _replay_fail(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        scheduler.fail(self._output_of(call), call["now"])
         self._outputs = {step: output for step, output in self._outputs.items() if step < call["step"]}
 
-    def _advance(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+    def _replay_advance(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         runs = _Runs()
         scheduler.add_listener(runs)
         scheduler.advance(call["times"], call["token_ids"], call["last_token_ids"])
@@ -251,7 +257,7 @@ class _Replay:
         assert run is not None
         if run.first_step_id != call["step"]:
             raise ReplayDifference(number, call["step"], "step_id", call["step"], run.first_step_id)
-        _compare(number, call["step"], call["decision"], run_decision(run))
+        _compare_decisions(number, call["step"], call["decision"], run_decision(run))
         self._num_steps += run.num_steps
 
 
@@ -262,7 +268,7 @@ class _Runs(Listener):
         self.newest = run
 
 
-def _compare(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:
+def _compare_decisions(line: int, step: int, recorded: dict[str, Any], replayed: dict[str, Any]) -> None:
     for name in [*replayed, *(name for name in recorded if name not in replayed)]:
         if recorded.get(name) != replayed.get(name):
             raise ReplayDifference(line, step, name, recorded.get(name), replayed.get(name))

@@ -175,7 +175,7 @@ class Scheduler:
         self._max_seen_active_seqs = config.num_sequence_slots
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
-        self._choose_parts()
+        self._choose_step_method()
 
     # ------------------------------------------------------------------ the step
 
@@ -200,12 +200,12 @@ class Scheduler:
                 self._open_eviction()
             output = self._run_parts(step)  # preempt, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError as error:
-            self._void([step], now)
+            self._roll_back([step], now)
             self._note_policy_failure(error, now)
             raise
         for guard in self._guards:
             guard.step_succeeded()
-        step.emitted(output, self._batch.members, self._kv.take_returned() if self._kv.returned else ())
+        step.set_output(output, self._batch.members, self._kv.take_returned() if self._kv.returned else ())
         self._steps.records.append(step)
         self._next_step_id += 1
         for method in self._events.stepped:
@@ -242,7 +242,7 @@ class Scheduler:
             self._preempt_for_urgent(step)
         # 2. Advance: the running requests, under limits, budget and blocks; may preempt for memory (`step/running.py`).
         advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
-        step.advanced(advance)
+        step.set_advance(advance)
         # 3. Publish: their prompt blocks, so that requests admitted next can share them (`kv/manager.py`).
         for request in advance.unpublished:
             self._kv.publish_prompt(self._batch, request)
@@ -261,20 +261,20 @@ class Scheduler:
         if self._kv.gives_back and len(table.queue):
             self._kv.give_back(self._batch)
         prefills = running.advance_prefills(table.preempt)
-        step.advanced(prefills)
+        step.set_advance(prefills)
         for request in prefills.unpublished:
             self._kv.publish_prompt(self._batch, request)
         self._admission.admit(step)
         if not prefills.total and not step.admitted:
             in_flight = len(self._steps.records) > 0
-            step.advanced(running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted))
+            step.set_advance(running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted))
         if self._kv.unpublished:
             self._kv.publish_deferred(self._batch)
         return self._emission.emit(step)
 
     def _paused_step(self, step: StepRecord) -> SchedulerOutput:
         """A step during a pause: no row advances; `Admission` records why the head of the queue waits."""
-        step.advanced(self._running.rest())
+        step.set_advance(self._running.empty_advance())
         self._admission.admit(step)
         return self._emission.emit(step)
 
@@ -288,11 +288,11 @@ class Scheduler:
         """
         records = self._steps.records
         if not records or records[0].output is not output:
-            raise self._steps.not_the_oldest(output)
+            raise self._steps.not_oldest_error(output)
         if not isinstance(result, StepResult):
-            raise StepResultError(f"the result is {result!r}; pass StepResult(token_ids)")
+            raise StepResultError(f"the result passed to update() is {result!r}; pass StepResult(token_ids)")
         if not now >= self._now:  # also true for not-a-number
-            raise self._clock_went_back(now)
+            raise self._clock_error(now)
         step, self._now = records[0], now
         # 1. Append and 2. stop: check the result, append its tokens, test stop conditions (`step/update.py`).
         fields, ends = self._update.append(step, output, result, now)
@@ -303,7 +303,7 @@ class Scheduler:
             self._update.finish(fields, ends, now)
         # 4. Close: the step is no longer in flight, and rows that were fenced until its update may be reused.
         records.popleft()
-        self._drafts.updated(step.step_id)
+        self._drafts.set_updated_step(step.step_id)
         if self._batch.fenced_rows:
             self._batch.free_fenced_rows(step.step_id)
         if not records:
@@ -353,15 +353,15 @@ class Scheduler:
             ClockError: as in `schedule`. The step is still in flight.
         """
         if not now >= self._now:
-            raise self._clock_went_back(now)
-        void, self._now = self._steps.take_from(output), now
-        self._void(void, now)
+            raise self._clock_error(now)
+        void, self._now = self._steps.remove_from(output), now
+        self._roll_back(void, now)
         for method in self._events.failed:
             method(len(void), now)
         if self._events.called:
             send(self._events.called, Call("fail", now, {"output": output}))
 
-    def _void(self, void: list[StepRecord], now: float) -> None:
+    def _roll_back(self, void: list[StepRecord], now: float) -> None:
         """Roll back the steps in `void`, newest first. These steps were removed from the steps in flight, or never were
         in flight."""
         roll_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
@@ -422,7 +422,7 @@ class Scheduler:
                 Nothing has changed.
         """
         if len(times) and not times[-1] >= times[0] >= self._now:
-            raise self._clock_went_back(times[-1] if times[0] >= self._now else times[0], times[0])
+            raise self._clock_error(times[-1] if times[0] >= self._now else times[0], times[0])
         first = self._next_step_id
         update, run = self._fast_forward.advance(first, times, token_ids, last_token_ids)
         self._next_step_id += run.num_steps
@@ -439,28 +439,28 @@ class Scheduler:
     def _open_step(self, now: float) -> StepRecord:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
-            raise self._steps.too_many()
+            raise self._steps.too_many_error()
         if not now >= self._now:  # also true for not-a-number
-            raise self._clock_went_back(now)
+            raise self._clock_error(now)
         self._now = now
         self._view.open_step(now)
         if self._loading is not None:
-            self._loading.expire(now)
+            self._loading.end_overdue_loads(now)
         step = StepRecord(self._next_step_id, now)
         for open_step in self._load_followers:
             open_step(len(self._table.queue) + len(self._batch))
         self._kv.open_step(step.step_id, step.journal, records[0].step_id if records else step.step_id)
         if self._encoder is not None:
-            self._encoder.open(step.step_id, now)
+            self._encoder.begin_step(step.step_id, now)
         return step
 
-    def _clock_went_back(self, now: float, first: float = -inf) -> ClockError:
+    def _clock_error(self, now: float, first: float = -inf) -> ClockError:
         return ClockError(
             f"now is {now}, and it was {max(first, self._now)} in an earlier call or step; pass the time of a clock "
             "that never goes back, such as time.monotonic()"
         )
 
-    def _choose_parts(self) -> None:
+    def _choose_step_method(self) -> None:
         """Choose the method that runs the parts of a step, by `batching` and the pause mode."""
         self._run_parts: Callable[[StepRecord], SchedulerOutput] = self._paused_step
         if self.pause_mode is not PauseMode.ALL:
@@ -478,7 +478,7 @@ class Scheduler:
             table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
         if victims and self._budget.policies:  # the victims' tokens return to the step's budget
             self._budget.open_step(self._view)
-        step.preempted_for(head if victims else None)
+        step.set_preemptor(head if victims else None)
 
     # ------------------------------------------------------------------ requests
 
@@ -493,7 +493,7 @@ class Scheduler:
         self._table.require_free_id(request.request_id)
         park = None if park is None else ParkReason(park)
         if request._state.status is not RequestStatus.WAITING or request._state.sequence_number:
-            raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
+            raise InvalidTransition(f"request {request.request_id!r} was already added once; create a new Request")
         why = settle_limits(self._config, self._kv, request)
         if why is not None:
             for method in self._events.refused:
@@ -663,7 +663,7 @@ class Scheduler:
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
             self._emission.forget_output()  # as in `resume`
         self._admission.set_pause(Pause(mode, now))
-        self._choose_parts()
+        self._choose_step_method()
         if self._events.called:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
@@ -671,7 +671,7 @@ class Scheduler:
         """End a `pause`; no effect if the scheduler is not paused."""
         self._admission.set_pause(None)
         self._emission.forget_output()  # rows that the steps of the pause left out run in the next step
-        self._choose_parts()
+        self._choose_step_method()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
 
@@ -690,7 +690,7 @@ class Scheduler:
         if self._loading is None:
             raise UnknownTransfer(f"no transfer {transfer_id!r} is under way: this scheduler has no connector")
         failed = sorted(int(block) for block in failed_blocks)
-        ended = self._loading.done(transfer_id, num_loaded_tokens, failed, now)
+        ended = self._loading.end_transfer(transfer_id, num_loaded_tokens, failed, now)
         if self._events.called:
             arguments = {"transfer_id": transfer_id, "num_loaded_tokens": num_loaded_tokens, "failed_blocks": failed}
             send(self._events.called, Call("transfer_done", now, arguments))
@@ -734,11 +734,15 @@ class Scheduler:
         """
         if self._config.encoder_budget or self._kv.has_connector:
             what = "a connector" if self._kv.has_connector else "encoder_budget"
-            raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
+            raise InvalidTransition(
+                f"a scheduler with {what} can only be recorded from its creation; pass recorder=Recorder(file) to "
+                "Scheduler()"
+            )
         if self._kv_cache is not None:
             kind = type(self._kv).__name__
             raise InvalidTransition(
-                f"the KV blocks of {kind} cannot be recorded, as a replay would need it; film the run"
+                f"a scheduler whose kv_cache is a {kind} cannot be recorded, since a replay would need this kv_cache; "
+                "record a film with start_film() instead"
             )
 
     def start_recording(self, recorder: Recorder) -> None:
@@ -753,12 +757,14 @@ class Scheduler:
                 finish or a preemption to report; or no recording can begin, see `check_recordable`.
         """
         if self._recorder is not None:
-            raise InvalidTransition("a recording is under way; stop_recording() first")
+            raise InvalidTransition("a recording is already under way; call stop_recording() first")
         self.check_recordable()
         if not self.is_idle:
             raise InvalidTransition(
-                f"a recording begins with no request present: {self.num_running} running, {self.num_queued} queued, "
-                f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, or unreported finishes"
+                f"a recording can begin only while the scheduler is idle; it has {self.num_running} running, "
+                f"{self.num_queued} queued and {self.num_parked} parked request(s), {self.num_steps_in_flight} step(s) "
+                "in flight, or finished requests that no output has reported; finish them, then call schedule() and "
+                "update()"
             )
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial, self.replaced_policies)

@@ -103,7 +103,7 @@ def test_a_server_with_features_that_the_simulator_lacks_is_refused(
 
 
 def test_replay_refuses_an_observed_recording(recording: Path) -> None:
-    with pytest.raises(RecordingError, match=r"it was observed: vLLM 0\.32\.0 decided"):
+    with pytest.raises(RecordingError, match=r"the recording was observed: vLLM 0\.32\.0 made"):
         replay(recording.read_text().splitlines())
 
 

@@ -112,8 +112,8 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         ({"kv_load_failure_policy": "fail"}, None, "no request waits for KV"),
         ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
-        ({"order": "random"}, None, "no order is called 'random'"),
-        ({"token_limits": ["none", "prefill-gap"]}, None, "but prefill-gap is given; leave one out"),
+        ({"order": "random"}, None, "no order policy is called 'random'"),
+        ({"token_limits": ["none", "prefill-gap"]}, None, "prefill-gap is given too; give one of them"),
         ({}, "quick", "no preset is called 'quick'"),
     ],
 )

@@ -275,7 +275,7 @@ def drive(overrides: dict[str, Any], vandal: Vandal | None) -> str:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_no_object_that_a_host_reaches_changes_a_decision(scene: str) -> None:
+def test_writes_to_returned_objects_change_no_decision(scene: str) -> None:
     vandal = Vandal()
     undisturbed = drive(SCENES[scene], None)
     assert drive(SCENES[scene], vandal) == undisturbed
@@ -296,7 +296,7 @@ def test_the_block_table_cannot_be_made_writable_again() -> None:
         table.setflags(write=True)
 
 
-def test_errors_say_what_to_call_instead() -> None:
+def test_errors_of_read_only_objects_name_the_method_to_call() -> None:
     host = Host()
     request = host.add("a", 6)
     with pytest.raises(AttributeError, match=r"Request\.priority is read-only; .*set_priority"):
@@ -308,7 +308,7 @@ def test_errors_say_what_to_call_instead() -> None:
     assert request.priority == 0 and isinstance(host.scheduler, Scheduler)
 
 
-def test_a_host_gets_back_the_object_that_it_added() -> None:
+def test_the_scheduler_returns_the_request_object_that_was_added() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=1, metadata=(metadata := object()))
     output = host.schedule()
@@ -330,7 +330,7 @@ def _assignable_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_writable_table, _lists_of_the_batch, _assignable_requests])
-def test_a_planted_hole_in_the_border_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_a_returned_object_that_is_writable_is_detected(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises(AssertionError, match=r"twice|can be assigned"):

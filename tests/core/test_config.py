@@ -57,7 +57,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"num_reserved_blocks": 16}, "num_reserved_blocks is 16 of num_blocks 16: no block is left.*raise num_blocks"),
         (
             {"max_num_batched_tokens": 3},
-            "max_num_batched_tokens is 3, less than max_num_seqs 4.*raise the budget or lower max_num_seqs",
+            "max_num_batched_tokens is 3, less than max_num_seqs 4.*raise max_num_batched_tokens or lower",
         ),
         (
             {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
@@ -69,14 +69,14 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ),
         (
             {"long_prefill_token_threshold": 16, "max_num_batched_tokens": 16},
-            "long_prefill_token_threshold is 16 and max_num_batched_tokens 16, so it would have no effect",
+            "long_prefill_token_threshold is 16, not below max_num_batched_tokens 16, so it would have no effect",
         ),
         ({"displace": "no"}, "displace is 'no'; it must be True or False"),
-        ({"displace": True}, 'displace=True has no effect under order "fcfs"; use order="priority" or leave it unset'),
+        ({"displace": True}, 'displace=True has no effect under order "fcfs"; use order="priority" or leave'),
         ({"displace": True, "order": "priority", "batching": "static"}, "displace=True has no effect .*static"),
         ({"displace": True, "order": "fcfs-front"}, 'displace=True has no effect under order "fcfs-front"'),
         ({"displace": True, "order": "priority-by-arrival"}, "displace=True has no effect .*by-arrival"),
-        ({"long_prefill_token_threshold_adaptive": True}, "no threshold, so it would have no effect"),
+        ({"long_prefill_token_threshold_adaptive": True}, "so there is no threshold to adapt"),
         ({"decode_reserve": -1}, "decode_reserve is -1; it must be between 0 and"),
         ({"decode_reserve": "median"}, "decode_reserve is 'median'; give a number of tokens, or \"mean\""),
         ({"first_chunk_only": 1}, "first_chunk_only is 1; it must be True or False"),
@@ -87,20 +87,20 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"keep_embeddings": 1, "encoder_budget": 8}, "keep_embeddings is 1; it must be True or False"),
         ({"admission_charge": "half"}, 'admission_charge is \'half\'; choose "uncached", "whole-fits" or "whole"'),
         ({"shortage": "panic"}, 'shortage is \'panic\'; choose "replan", "in-order" or "look-ahead"'),
-        ({"batching": "prefill-first"}, 'batching "prefill-first" allocates row by row .*; set shortage to "in-order"'),
+        ({"batching": "prefill-first"}, 'batching "prefill-first" allocates blocks row by row .*; set shortage to'),
         (
             {"max_num_active_seqs": 5},
             'max_num_active_seqs is 5, more than max_num_seqs 4; lower it, or use batching="pre',
         ),
-        ({"count_common_prefix": True, "enable_prefix_caching": False}, "no block is common to two requests"),
+        ({"count_common_prefix": True, "enable_prefix_caching": False}, "so requests share no blocks"),
         ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0; it must be between 1"),
-        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "off: there are none"),
-        ({"max_long_partial_prefills": 1}, "long_prefill_token_threshold is 0, so no prompt is long"),
+        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "no prefill is partial"),
+        ({"max_long_partial_prefills": 1}, "long_prefill_token_threshold is 0, so no prompt counts as long"),
         (
             {"max_long_partial_prefills": 2, "max_num_partial_prefills": 2},
-            "max_long_partial_prefills is 2 and max_num_partial_prefills 2, so it would have no effect",
+            "max_long_partial_prefills is 2, not below max_num_partial_prefills 2, so",
         ),
-        ({"enable_kv_cache_events": True, "enable_prefix_caching": False}, "so nothing is cached"),
+        ({"enable_kv_cache_events": True, "enable_prefix_caching": False}, "events is on, .* so no block is cached"),
         ({"max_num_active_seqs": 0}, "max_num_active_seqs is 0; it must be between 1"),
         (
             {"count_owed_blocks": False, "full_sequence_must_fit": False},
@@ -134,11 +134,11 @@ def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) 
     [
         (
             {"order": "lifo"},
-            "no order is called 'lifo'; choose one of fcfs, priority, fcfs-front, priority-by-arrival, shortest-",
+            "no order policy is called 'lifo'; choose one of fcfs, priority, fcfs-front, priority-by-arrival,",
         ),
         (
             {"victim": "oldest"},
-            "no victim is called 'oldest'; choose one of latest, lowest-priority, least-cost, or",
+            "no victim policy is called 'oldest'; choose one of latest, lowest-priority, least-cost, or",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_config_error_is_also_a_value_error() -> None:
         small_config(block_size=0)
 
 
-def test_only_the_pool_and_the_model_length_have_no_default() -> None:
+def test_only_num_blocks_and_max_model_len_have_no_default() -> None:
     required = {
         field.name
         for field in dataclasses.fields(SchedulerConfig)

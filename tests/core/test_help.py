@@ -63,7 +63,7 @@ def test_a_list_as_result_is_refused_with_the_remedy() -> None:
     scheduler = Scheduler(SchedulerConfig(**SMALL))
     scheduler.add(request(), 0.0)
     output = scheduler.schedule(0.0)
-    with pytest.raises(StepResultError, match=r"the result is \[7\]; pass StepResult\(token_ids\)"):
+    with pytest.raises(StepResultError, match=r"passed to update\(\) is \[7\]; pass StepResult\(token_ids\)"):
         scheduler.update(output, [7], 0.0)  # type: ignore[arg-type]
     update = scheduler.update(output, StepResult([7]), 0.0)
     assert [(each.request_id, tokens) for each, tokens in update.new_tokens()] == [("a", [7])]
@@ -92,10 +92,10 @@ def test_a_clock_that_goes_back_is_refused_and_changes_nothing() -> None:
     assert scheduler.advance([6.0, 7.0], np.array([7], np.int32)).counts.tolist() == [1]
 
 
-def test_the_configuration_finds_an_unknown_policy() -> None:
-    with pytest.raises(ConfigError, match="no order is called 'fifo'; choose one of fcfs"):
+def test_a_configuration_with_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no order policy is called 'fifo'; choose one of fcfs"):
         SchedulerConfig(**SMALL, order="fifo")
-    with pytest.raises(ConfigError, match="no reserve is called 'grow'"):
+    with pytest.raises(ConfigError, match="no reserve policy is called 'grow'"):
         SchedulerConfig(**SMALL, reserves=("grow",))
 
 

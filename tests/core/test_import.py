@@ -49,7 +49,7 @@ def test_import_loads_the_scheduler_and_no_host() -> None:
     assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.files", "pointsman.version"}
 
 
-def test_every_public_name_of_the_core_is_one_of_the_package() -> None:
+def test_the_package_exports_every_public_name_of_the_core() -> None:
     """Except names that only a simulator needs."""
     assert set(pointsman.__all__) ^ set(pointsman.core.__all__) == {"StepRun", "__version__"}
     for name in set(pointsman.__all__) - {"__version__"}:
@@ -103,7 +103,7 @@ def test_a_misspelt_name_is_an_attribute_error() -> None:
         _ = pointsman.Schedular  # type: ignore[attr-defined]
 
 
-def test_import_costs_less_than_twice_what_numpy_costs() -> None:
+def test_import_takes_less_than_twice_the_time_of_numpy() -> None:
     """CPU time, the best of three processes, so that a busy or slow machine does not fail it."""
     assert min(import_in_a_new_process(attempt)[0] for attempt in range(3)) < 2
 

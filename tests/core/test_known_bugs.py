@@ -89,7 +89,7 @@ def test_two_long_prompts_are_not_admitted_for_the_same_free_blocks() -> None:
     ],
     ids=str,
 )
-def test_no_rounding_makes_a_chunk_empty(knobs: dict[str, Any]) -> None:
+def test_rounding_never_makes_a_chunk_empty(knobs: dict[str, Any]) -> None:
     """A chunk was rounded down, to whole blocks (for hybrid models) or by other limits, to 0 tokens in every step:
     vLLM."""
     host = Host(**knobs)
@@ -119,7 +119,7 @@ def test_a_fully_cached_prompt_still_computes_a_token(length: int) -> None:
     assert again.output_token_ids.tolist() == reference_output(prompt, 2)
 
 
-def test_a_limit_of_zero_is_a_limit_of_zero() -> None:
+def test_a_limit_of_0_does_not_mean_no_limit() -> None:
     """0 was taken as "not given" (it is false in Python), or accepted and then caused an endless loop."""
     host = Host()
     with pytest.raises(RequestRefused, match="is 0; it must be between 1"):
@@ -137,7 +137,7 @@ def test_a_limit_of_zero_is_a_limit_of_zero() -> None:
     assert request.output_token_ids.tolist() == []
 
 
-def test_a_step_with_nothing_to_run_is_a_step() -> None:
+def test_an_empty_step_can_be_updated_or_failed() -> None:
     """An empty batch went to the model, or the step was never updated and stopped all later ones: vLLM, nano-vLLM."""
     host = Host(max_steps_in_flight=2)
     first, second = host.schedule(), host.schedule()
@@ -153,7 +153,7 @@ def test_a_step_with_nothing_to_run_is_a_step() -> None:
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
-def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: str) -> None:
+def test_a_victim_already_scheduled_in_the_step_is_removed_from_it(shortage: str) -> None:
     """The victim came before the asking row and already had its share of the step. It stayed in the output without
     blocks (a crash), or its tokens stayed charged to the budget: vLLM under "priority"."""
     host = Host(order="priority", displace=False, shortage=shortage, num_blocks=4, max_model_len=16, **NO_CACHE)
@@ -170,7 +170,7 @@ def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: s
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
-def test_a_victim_s_tokens_of_the_step_go_to_the_others(shortage: str) -> None:
+def test_the_token_budget_of_a_victim_goes_to_other_requests(shortage: str) -> None:
     """The same victim, with a short budget: its token stayed charged, and the next request's chunk was one token
     shorter."""
     host = Host(
@@ -196,7 +196,7 @@ def test_a_victim_s_tokens_of_the_step_go_to_the_others(shortage: str) -> None:
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
-def test_a_victim_earlier_in_the_list_does_not_make_the_walk_skip_a_row(shortage: str) -> None:
+def test_preempting_an_earlier_row_skips_no_later_row(shortage: str) -> None:
     """Removing the victim from the list moved later rows forward by one, but not the loop's index: the next row was
     silently left out of the step. vLLM under "priority"."""
     host = Host(order="priority", displace=False, shortage=shortage, num_blocks=5, max_model_len=20, **NO_CACHE)
@@ -278,7 +278,7 @@ def test_a_step_admits_only_what_it_can_allocate() -> None:
     assert tokens_of(host.step()) == {"c": 8}
 
 
-def test_a_kept_verdict_is_dropped_when_the_head_could_start() -> None:
+def test_a_deferred_head_is_checked_again_when_it_could_start() -> None:
     """The verdict was remembered by the head's length and the free blocks alone. Another request computed its prefix
     meanwhile, so that it needed fewer blocks, and it was not checked again."""
     host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
@@ -332,7 +332,7 @@ def test_blocks_shared_by_two_finishing_requests_are_freed_once() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_a_prefix_is_found_only_as_far_as_it_is_computed() -> None:
+def test_only_computed_blocks_of_a_prefix_are_cache_hits() -> None:
     """All blocks of a prompt could be found as soon as they were allocated, also those of later chunks: the second
     request read blocks that were not written yet. nano-vLLM with chunks, ATOM."""
     host = Host(max_num_batched_tokens=12, long_prefill_token_threshold=8)
@@ -344,7 +344,7 @@ def test_a_prefix_is_found_only_as_far_as_it_is_computed() -> None:
     assert cached_of(output) == {"first": 0, "second": 8}
 
 
-def test_without_share_within_step_blocks_of_the_step_are_not_found() -> None:
+def test_without_share_within_step_blocks_of_the_step_are_no_hits() -> None:
     """Two requests of one step shared a block that one of them wrote in that step, in a host whose rows do not wait for
     each other."""
     host = Host(share_within_step=False)
@@ -355,7 +355,7 @@ def test_without_share_within_step_blocks_of_the_step_are_not_found() -> None:
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_blocks_of_a_failed_step_are_not_found(aborted: bool) -> None:
+def test_blocks_of_a_failed_step_are_no_cache_hits(aborted: bool) -> None:
     """The step did not run, or its request was aborted before, and its unwritten blocks stayed in the prefix cache:
     vLLM, which registers blocks when they are allocated."""
     host = Host(max_steps_in_flight=2)
@@ -372,7 +372,7 @@ def test_blocks_of_a_failed_step_are_not_found(aborted: bool) -> None:
 
 
 @pytest.mark.parametrize("preempt_running", [False, True])
-def test_after_a_reset_no_old_kv_is_found_even_of_running_requests(preempt_running: bool) -> None:
+def test_after_a_reset_kv_of_running_requests_is_no_cache_hit(preempt_running: bool) -> None:
     """The cache was emptied, and requests that ran at that moment put back their blocks when they finished: KV of the
     old weights. vLLM refuses the reset while anything runs, or preempts it."""
     host = Host(max_steps_in_flight=2)
@@ -391,7 +391,7 @@ def test_after_a_reset_no_old_kv_is_found_even_of_running_requests(preempt_runni
     assert cached_of(output)["old"] == 0, "its own KV from before the reset is gone, too"
 
 
-def test_a_block_half_computed_at_a_reset_is_not_found() -> None:
+def test_a_block_half_computed_at_a_reset_is_no_cache_hit() -> None:
     """The request had published nothing when the cache was emptied. Its first block, half of it with KV of the old
     weights, was completed afterwards and put into the new cache."""
     host = Host(long_prefill_token_threshold=2)  # which holds while there are other requests
@@ -429,7 +429,7 @@ def test_an_admission_does_not_evict_its_own_cache_hits() -> None:
     assert len(set(table)) == 4
 
 
-def test_an_adapter_named_like_another_salt_does_not_share_its_cache() -> None:
+def test_an_adapter_named_like_a_cache_salt_shares_no_cached_blocks() -> None:
     """The key of a block had adapter name and cache salt as bare strings, one after the other: vLLM, and in another
     form SGLang."""
     host = Host(max_loras=2)

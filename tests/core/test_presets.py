@@ -202,7 +202,7 @@ def test_a_preset_decides_like_its_specification(name: str) -> None:
     ("name", "share"),
     [("nano-vllm, own cache", 0.01), ("nano-vllm-chunked, own cache", 0.1), ("minivllm, own cache", 0.01)],
 )
-def test_the_cache_of_the_original_changes_few_decisions(name: str, share: float) -> None:
+def test_the_prefix_cache_of_the_original_engine_changes_few_decisions(name: str, share: float) -> None:
     """In the long form, in 4, 41 and 1 of 600 workloads (docs/presets.md)."""
     tally, num_different = Tally(), 0
     for seed in range(NUM_WITH_ORIGINAL_CACHE):
@@ -289,7 +289,7 @@ def test_a_fully_cached_prompt_leaves_a_token_to_compute(name: str) -> None:
     assert tokens_of(host.step()) == {"b": 4}
 
 
-def test_a_row_left_out_for_the_token_budget_is_not_lost() -> None:
+def test_a_row_beyond_the_token_budget_runs_in_a_later_step() -> None:
     host = host_of("minivllm", max_num_seqs=4, max_num_batched_tokens=2)
     for name in "abc":
         host.add(name, 2, max_tokens=3)
@@ -301,7 +301,7 @@ def test_a_row_left_out_for_the_token_budget_is_not_lost() -> None:
 # ------------------------------------------------------------------------------- where miniVLLM and nano-vLLM differ
 
 
-def test_minivllm_as_listed_asks_for_a_block_when_none_is_needed() -> None:
+def test_the_specification_minivllm_as_listed_preempts_needlessly() -> None:
     """Both rows fill their block with the token sampled last, and no block is free."""
     steps = {}
     for kind in (MiniVllm, MiniVllmAsListed):
@@ -317,7 +317,7 @@ def test_minivllm_as_listed_asks_for_a_block_when_none_is_needed() -> None:
     assert steps == {"MiniVllm": [both, both], "MiniVllmAsListed": [both, (["a"], ["b"])], "preset": [both, both]}
 
 
-def test_minivllm_as_listed_takes_a_missing_block() -> None:
+def test_the_specification_minivllm_as_listed_fails_without_free_blocks() -> None:
     """Both rows need a second block, and no block is free."""
     specification = MiniVllmAsListed(Settings(num_blocks=2, block_size=4, max_num_seqs=4, max_num_batched_tokens=16))
     host = host_of("minivllm", num_blocks=2, enable_prefix_caching=False)
@@ -330,7 +330,7 @@ def test_minivllm_as_listed_takes_a_missing_block() -> None:
     assert names(host.step().preempted) == ["b"]
 
 
-def test_only_the_preset_of_minivllm_counts_held_blocks() -> None:
+def test_the_preset_minivllm_counts_cached_blocks_of_running_requests() -> None:
     admitted = {}
     settings = Settings(num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     for kind in (MiniVllm, MiniVllmNewest):
@@ -364,7 +364,7 @@ def test_a_prompt_of_exactly_the_maximum_length_is_refused() -> None:
         host.add("b", 64)
 
 
-def test_every_duplicate_of_a_block_can_be_found() -> None:
+def test_every_duplicate_of_a_cached_block_is_a_cache_hit() -> None:
     """nano-vLLM knows only the duplicate that was written last, b's, and c overwrites it."""
     host = host_of("nano-vllm-chunked", num_blocks=4)
     prompt = host.prompt(5)
@@ -407,7 +407,7 @@ def test_max_num_active_seqs_limits_running_requests_of_a_preset() -> None:
     assert host.stats().deferrals["sequence_limit"] == 2
 
 
-def test_the_admission_charge_decides_how_many_share_a_step() -> None:
+def test_admission_charge_decides_how_many_requests_fit_a_step() -> None:
     admitted = {}
     for name in ("nano-vllm", "nano-vllm-chunked", "minivllm"):
         host = host_of(name, max_num_seqs=4, max_num_batched_tokens=20)
@@ -430,7 +430,7 @@ def test_the_preset_vllm_preempts_nothing_for_a_waiting_request() -> None:
         assert tokens_of(host.step()) == expected
 
 
-def test_after_a_row_preempts_itself_the_walk_ends_or_continues() -> None:
+def test_own_preemption_ends_step_excludes_the_rows_behind() -> None:
     """Under priority: the least urgent row asks first, and is preempted."""
     steps = {}
     for name, knobs in {
@@ -463,7 +463,7 @@ def test_the_request_preempted_last_is_the_head_under_fcfs_front() -> None:
     assert heads == {"fcfs": ["x", "y", "new"], "fcfs-front": ["y", "x", "new"]}
 
 
-def test_the_first_row_beyond_a_step_asks_for_its_block_too_in_minivllm() -> None:
+def test_look_ahead_shortage_also_preempts_for_the_first_row_left_out() -> None:
     preempted = {}
     for shortage in ("in-order", "look-ahead"):
         overrides = {"max_num_seqs": 1, "num_blocks": 3, "shortage": shortage, "enable_prefix_caching": False}
@@ -476,7 +476,7 @@ def test_the_first_row_beyond_a_step_asks_for_its_block_too_in_minivllm() -> Non
 
 
 def test_a_victim_may_be_admitted_in_the_step_that_preempted_it() -> None:
-    """Its only full block equals a's first block. It hits it only now, as it has a token beyond that block."""
+    """The only full block of b equals a's first block, and is a cache hit once b has a token beyond that block."""
     steps = {}
     for again in (False, True):
         host = Host(admit_after_preemption=again, num_blocks=5, max_num_batched_tokens=24)
@@ -501,7 +501,7 @@ def test_a_decode_reserve_keeps_blocks_free_for_the_expected_output() -> None:
     assert (waiting.missing, waiting.blocker) == (1, "a")
 
 
-def test_a_decode_reserve_asks_no_more_than_the_request_can_generate() -> None:
+def test_a_decode_reserve_is_at_most_the_possible_output_of_a_request() -> None:
     host = Host(decode_reserve=1000, num_blocks=5)
     host.add("a", 8, max_tokens=8)
     host.add("b", 7, max_tokens=4)

@@ -78,7 +78,7 @@ def recorded() -> list[str]:
 
 
 def changed(lines: list[str], call: str, change: Callable[[dict[str, Any]], None], *, which: int = 2) -> list[str]:
-    """The recording with its `which`th line of that call altered."""
+    """The recording after `change` altered one line: the line with index `which` among the lines of `call`."""
     numbers = [number for number, line in enumerate(lines) if json.loads(line).get("call") == call]
     number = numbers[which]
     value = json.loads(lines[number])
@@ -119,7 +119,7 @@ def test_a_recording_is_json_lines_with_a_header() -> None:
     assert all("now" in line for line in rest)
 
 
-def test_a_file_can_be_replayed_as_it_is() -> None:
+def test_replay_accepts_an_open_file() -> None:
     assert replay(io.StringIO("".join(recorded()))).num_requests == 6
 
 
@@ -136,9 +136,7 @@ def test_a_file_can_be_replayed_as_it_is() -> None:
         ("finished", lambda value: [*value, ["a", "stop"]]),
     ],
 )
-def test_a_decision_altered_by_hand_is_caught_at_its_step_with_both_values(
-    field: str, alter: Callable[[Any], Any]
-) -> None:
+def test_replay_reports_an_altered_decision_with_step_and_both_values(field: str, alter: Callable[[Any], Any]) -> None:
     lines = recorded()
     kept: dict[str, Any] = {}
 
@@ -154,7 +152,7 @@ def test_a_decision_altered_by_hand_is_caught_at_its_step_with_both_values(
     assert str(difference).startswith(f"line {difference.line}, step {kept['step']}: {field} was ")
 
 
-def test_an_altered_block_id_is_caught() -> None:
+def test_replay_detects_an_altered_block_id() -> None:
     def change(line: dict[str, Any]) -> None:
         line["decision"]["block_ids"][0] += 1
 
@@ -162,7 +160,7 @@ def test_an_altered_block_id_is_caught() -> None:
         replay(changed(recorded(), "schedule", change, which=0))
 
 
-def test_an_altered_finish_reason_is_caught() -> None:
+def test_replay_detects_an_altered_finish_reason() -> None:
     def change(line: dict[str, Any]) -> None:
         line["decision"]["finished"].append(["a", "stop", "", None])
 
@@ -170,7 +168,7 @@ def test_an_altered_finish_reason_is_caught() -> None:
         replay(changed(recorded(), "update", change, which=0))
 
 
-def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
+def test_replay_detects_an_altered_input_that_changes_a_decision() -> None:
     def change(line: dict[str, Any]) -> None:
         line["token_ids"][0] += 1
 
@@ -182,12 +180,12 @@ def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
     ("lines", "message"),
     [
         ([], "the file is empty; a recording starts with a header line"),
-        (['{"format": "other"}\n'], "line 1 is no header of a recording .format 'other', not 'pointsman-recording'."),
+        (['{"format": "other"}\n'], "line 1 is not the header of a recording: its format is 'other', not 'pointsman-"),
         (
             ['{"format": "pointsman-recording", "format_version": 99}\n'],
-            "the recording has format version 99; this library reads 1",
+            "the recording has format version 99, but this library reads version 1",
         ),
-        (["hello\n"], "line 1 is not JSON .*; the recording is cut or broken"),
+        (["hello\n"], "line 1 is not JSON .*; the recording is cut off or broken"),
         (["[1, 2]\n"], "line 1 cannot be replayed"),
         (['{"format": "pointsman-recording", "format_version": 1}\n'], "line 1 cannot be replayed: KeyError: 'config'"),
     ],
@@ -198,27 +196,27 @@ def test_a_file_that_is_no_recording_is_refused(lines: list[str], message: str) 
         replay(lines)
 
 
-def test_a_recording_that_was_cut_in_its_last_line_replays_to_there() -> None:
+def test_a_recording_cut_off_within_a_line_replays_up_to_that_line() -> None:
     lines = recorded()
     report = replay([*lines[:4], lines[4][:20]])
     assert report.is_cut and report.num_calls == 3
     assert not replay(lines[:4]).is_cut
 
 
-def test_a_broken_line_is_reported_with_its_number() -> None:
+def test_replay_reports_a_broken_line_with_its_number() -> None:
     lines = recorded()
     for broken in ([*lines[:4], lines[4][:20], *lines[5:]], [*lines[:4], lines[4][:20] + "\n"]):
-        with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut or broken"):
+        with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut off or broken"):
             replay(broken)
 
 
-def test_a_recording_that_was_cut_between_lines_replays_to_there() -> None:
+def test_a_recording_cut_off_between_lines_replays_to_its_end() -> None:
     assert replay(recorded()[:7]).num_calls == 6
 
 
-def test_an_unknown_call_is_reported_with_its_line() -> None:
+def test_replay_reports_an_unknown_call_with_its_line() -> None:
     lines = recorded()
-    with pytest.raises(RecordingError, match="line 2 calls 'explode', which no scheduler has"):
+    with pytest.raises(RecordingError, match="line 2 has the unknown call 'explode'"):
         replay([lines[0], '{"call": "explode", "now": 0}\n'])
 
 
@@ -238,7 +236,7 @@ def test_a_user_policy_is_recorded_by_name_and_cannot_be_replayed() -> None:
     host = Host(recorder=Recorder(file), order=Mine())
     host.add("a", 4, max_tokens=1)
     host.run_to_end()
-    with pytest.raises(RecordingError, match="cannot be used: no order is called 'mine'"):
+    with pytest.raises(RecordingError, match="cannot be used: no order policy is called 'mine'"):
         replay(file.getvalue().splitlines())
 
 
@@ -270,7 +268,7 @@ def used_host(**overrides: Any) -> Host:
     return host
 
 
-def test_a_recording_may_begin_in_the_middle_and_replays() -> None:
+def test_a_recording_that_begins_during_a_run_replays() -> None:
     host, file = used_host(), io.StringIO()
     before = host.stats()
     host.scheduler.start_recording(Recorder(file))
@@ -328,7 +326,7 @@ def test_drafts_for_a_step_before_the_recording_are_stale() -> None:
     assert host.scheduler.propose(output, [1] * 8, [1] * 8, host.now) == 0
 
 
-def test_a_recording_begins_only_without_requests() -> None:
+def test_a_recording_can_begin_only_while_the_scheduler_is_idle() -> None:
     host = Host()
     recorder = Recorder(file := io.StringIO())
 
@@ -341,7 +339,7 @@ def test_a_recording_begins_only_without_requests() -> None:
     output = host.schedule()
     refused("1 running")
     host.update(output)
-    refused("unreported finishes")
+    refused("finished requests that no output has reported")
     output = host.schedule()
     refused(r"1 step\(s\) in flight")
     host.update(output)
@@ -352,7 +350,7 @@ def test_a_recording_begins_only_without_requests() -> None:
     assert len(file.getvalue().splitlines()) == 1
 
 
-def test_with_embeddings_a_recording_begins_with_the_scheduler() -> None:
+def test_with_an_encoder_cache_no_recording_can_begin_during_a_run() -> None:
     host = Host(encoder_budget=8, encoder_cache_size=8)
     with pytest.raises(InvalidTransition, match="encoder_budget"):
         host.scheduler.start_recording(Recorder(io.StringIO()))

@@ -16,7 +16,7 @@ from pointsman.core import FinishReason, ParkReason, Recorder, RequestStatus, Sc
 from tests.core.helpers import EOS, Host, names, reference_output, tokens_of
 
 
-def test_one_request_from_its_prompt_to_its_last_token() -> None:
+def test_one_request_runs_from_its_prompt_to_its_last_token() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=3)
     outputs = host.run_to_end()
@@ -60,7 +60,7 @@ def test_under_fcfs_requests_are_admitted_in_order_of_arrival() -> None:
     assert first_admissions == sorted(first_admissions)
 
 
-def test_a_pool_of_one_block_is_legal() -> None:
+def test_a_pool_of_one_block_works() -> None:
     host = Host(num_blocks=1)
     a = host.add("a", 2, max_tokens=20)
     b = host.add("b", 3, max_tokens=1)
@@ -69,7 +69,7 @@ def test_a_pool_of_one_block_is_legal() -> None:
     assert b.num_output_tokens == 1
 
 
-def test_blocks_of_one_token_are_legal() -> None:
+def test_blocks_of_one_token_work() -> None:
     host = Host(block_size=1, num_blocks=12, max_model_len=12)
     requests = [host.add(f"r{index}", 3, max_tokens=6) for index in range(4)]
     host.run_to_end()
@@ -77,7 +77,7 @@ def test_blocks_of_one_token_are_legal() -> None:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
 
 
-def test_several_samples_of_one_prompt_compute_it_once() -> None:
+def test_several_requests_with_one_prompt_compute_it_once() -> None:
     host = Host(max_num_batched_tokens=64, max_num_seqs=4)
     first = host.add("s0", 17, max_tokens=5)
     for index in range(1, 4):

@@ -63,7 +63,7 @@ def example(num_blocks: int) -> Host:
     return host
 
 
-def test_the_step_of_the_worked_example() -> None:
+def test_a_step_decides_as_in_the_worked_example_of_the_docs() -> None:
     host = example(num_blocks=128)
     output = host.step()
     assert tokens_of(output) == {"A": 3, "B": 1, "C": 200, "D": 744}

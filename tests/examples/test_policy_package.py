@@ -83,4 +83,4 @@ def test_policy_name_is_unknown_if_its_package_is_not_installed() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "no order is called 'lottery'; choose one of fcfs, priority" in done.stderr
+    assert "no order policy is called 'lottery'; choose one of fcfs, priority" in done.stderr

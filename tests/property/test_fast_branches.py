@@ -271,14 +271,14 @@ def rows_run_ahead_of_their_last_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_stop_token_is_overlooked(patch: pytest.MonkeyPatch) -> None:
-    up_to_stops, cut_at_stops = find("Update._up_to_stops"), find("_cut_at_stops")
+    up_to_stops, cut_at_stops = find("Update._runs_cut_at_stops"), find("_cut_at_stops")
 
     def only_limits(update: Any, live: Any, runs: Any, newest: Any, most: int) -> Any:
         if runs.counts is not live.ones:
             return up_to_stops(update, live, runs, newest, most)
         return cut_at_stops(live.requests, newest, runs, newest + 2 >= live.token_limit)
 
-    replace_method(patch, "Update._up_to_stops", only_limits)
+    replace_method(patch, "Update._runs_cut_at_stops", only_limits)
 
 
 FAULTS: list[tuple[Fault, dict[str, Any]]] = [

@@ -312,7 +312,7 @@ def common_prefix_is_not_recomputed(patch: Patch) -> None:
 
 
 def one_prefill_too_many(patch: Patch) -> None:
-    around(patch, "PartialPrefills._missing", lambda original, caps, *args: original(caps, *args) - 1)
+    around(patch, "PartialPrefills._num_that_must_finish", lambda original, caps, *args: original(caps, *args) - 1)
 
 
 def prompt_is_bypassed_without_bound(patch: Patch) -> None:
@@ -379,7 +379,7 @@ def stall_time_restarts_at_every_check(patch: Patch) -> None:
 
 
 def reported_holder_is_not_the_largest(patch: Patch) -> None:
-    replace(patch, "_largest_first", list)
+    replace(patch, "_sorted_by_amount", list)
 
 
 def prefix_is_not_found(patch: Patch) -> None:
@@ -425,7 +425,7 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
         request._state.append_output(output[-1:])
         original(parts, request, now)
 
-    around(patch, "PromptParts._take", take)
+    around(patch, "PromptParts._append_next_parts", take)
 
 
 def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
@@ -452,7 +452,7 @@ def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
     def lose_rows(original: Any, table: Any, requests: list[Request], cause: Any, now: float, **options: Any) -> None:
         original(table, requests, cause or find("PreemptionCause").PARKED, now, **options)
 
-    around(patch, "RequestTable._lose_rows", lose_rows)
+    around(patch, "RequestTable._take_rows_from", lose_rows)
 
 
 def prompt_part_bypasses_another(patch: Patch) -> None:
@@ -467,7 +467,7 @@ def pause_does_not_stop_admissions(patch: Patch) -> None:
     def closed(original: Any, admission: Any, preempted: bool) -> Any:
         return _without_pause(admission, original, admission, preempted)
 
-    around(patch, "Admission._closed", closed)
+    around(patch, "Admission._reason_closed", closed)
 
 
 def pause_allows_priority_preemption(patch: Patch) -> None:
@@ -526,7 +526,7 @@ def drafts_outlive_their_requests(patch: Patch) -> None:
 
 
 def drafts_ignore_the_table(patch: Patch) -> None:
-    replace(patch, "Drafts.are_for", lambda drafts, rows: rows is drafts._rows)
+    replace(patch, "Drafts.are_all_allowed_for", lambda drafts, rows: rows is drafts._rows)
 
 
 def drafts_of_the_last_request_count_for_the_next(patch: Patch) -> None:
@@ -572,14 +572,14 @@ def waiting_reason_restarts_in_every_step(patch: Patch) -> None:
         request._state.deferral = None
         original(admission, request, verdict, now)
 
-    around(patch, "Admission._note", note)
+    around(patch, "Admission._record_deferral", note)
 
 
 def time_of_a_skipped_row_restarts_in_every_step(patch: Patch) -> None:
     def note(original: Any, left_out: Any, *args: Any, continues: bool) -> None:
         original(left_out, *args, continues=False)
 
-    around(patch, "LeftOut.note", note)
+    around(patch, "LeftOut.record_rows", note)
 
 
 def preempted_request_waits_since_its_arrival(patch: Patch) -> None:
@@ -595,7 +595,7 @@ def missing_amount_is_too_large(patch: Patch) -> None:
     def note(original: Any, admission: Any, request: Any, verdict: Any, now: float) -> None:
         original(admission, request, verdict._replace(missing=verdict.missing + 1), now)
 
-    around(patch, "Admission._note", note)
+    around(patch, "Admission._record_deferral", note)
 
 
 def children_are_retained_without_their_parents(patch: Patch) -> None:
@@ -717,7 +717,7 @@ def reset_keeps_blocks_of_preempted_requests(patch: Patch) -> None:
             if state.prefix_epoch == epoch and scheduler._kv.prefix is not None:
                 state.prefix_epoch = scheduler._kv.prefix.epoch
                 state.prefix_node, state.num_published_blocks = Root(request.cache_salt), 0
-        scheduler._table._lose_rows(requests, PreemptionCause.RESET, now)
+        scheduler._table._take_rows_from(requests, PreemptionCause.RESET, now)
         for request in reversed(requests):
             scheduler._table._queue_again(request, now)
 
@@ -759,7 +759,7 @@ def adapter_slot_counts_its_first_row_alone(patch: Patch) -> None:
 
 
 def claims_are_ignored(patch: Patch) -> None:
-    replace(patch, "AdapterSlots._retiring", lambda slots: [])
+    replace(patch, "AdapterSlots._adapters_with_claimed_slot", lambda slots: [])
 
 
 def bypasses_are_not_counted(patch: Patch) -> None:
@@ -771,7 +771,7 @@ def skipped_request_returns_behind_the_next(patch: Patch) -> None:
         original(queue, requests)
         if len(requests) > 1:
             requests[0]._state.queue_entry[2] += 1e9  # as if it had arrived later
-            queue._unsort(0)
+            queue._move_to_heap(0)
             heapq.heapify(queue._heap)
 
     around(patch, "FirstComeFirstServed.put_back", put_back)
@@ -794,7 +794,7 @@ def waiting_for_embeddings_is_reported_for_ever(patch: Patch) -> None:
         original(encoder, *args)
         encoder._waiting.update(waiting)
 
-    around(patch, "EncoderCache.open", open_step)
+    around(patch, "EncoderCache.begin_step", open_step)
 
 
 def content_is_no_part_of_the_key(patch: Patch) -> None:
@@ -810,15 +810,15 @@ def chunk_is_cut_one_token_too_late(patch: Patch) -> None:
         tokens, blocked = original(plan, request, start, want)
         return min(tokens + 1, want), blocked
 
-    around(patch, "_Plan.reach", reach)
+    around(patch, "_Plan.num_computable_tokens", reach)
 
 
 def void_embeddings_are_kept(patch: Patch) -> None:
-    around(patch, "EncoderCache.void", lambda original, cache, first_step, freed: original(cache, 1 << 60, freed))
+    around(patch, "EncoderCache.undo_steps", lambda original, cache, first_step, freed: original(cache, 1 << 60, freed))
 
 
 def freed_embeddings_are_not_reported(patch: Patch) -> None:
-    around(patch, "EncoderCache.close", lambda original, cache: (original(cache)[0], []))
+    around(patch, "EncoderCache.end_step", lambda original, cache: (original(cache)[0], []))
 
 
 def lost_row_keeps_its_embeddings(patch: Patch) -> None:
@@ -831,7 +831,7 @@ def encoder_budget_is_not_spent(patch: Patch) -> None:
         original(cache, *args)
         cache._budget = budget
 
-    around(patch, "EncoderCache._hold", hold)
+    around(patch, "EncoderCache._hold_entry", hold)
 
 
 def encoder_cache_is_too_large(patch: Patch) -> None:
@@ -911,7 +911,7 @@ def sent_blocks_are_not_held(patch: Patch) -> None:
 
 def blocks_are_saved_for_no_request(patch: Patch) -> None:
     """Blocks that a preempted request needed are still saved after it has finished."""
-    replace(patch, "Swap.ended", lambda swap, request: None)
+    replace(patch, "Swap.stop_watching", lambda swap, request: None)
 
 
 def void_load_stands(patch: Patch) -> None:

@@ -868,7 +868,7 @@ class World:
         device = self.host.device
         if device is not None:
             held, most = device.num_held, device.max_held_blocks
-            require(held <= most, f"{held} blocks are held outside the batch, of {most}")
+            require(held <= most, f"{held} blocks are held outside the batch, more than {most}")
         check_explanations(self)
         self.tally.check(self.scheduler.stats(), self.live, self.host.blocks_in_use())
         if self.live:

@@ -88,7 +88,7 @@ class Explanation(metaclass=Documented):
 def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanation:
     """Explain the state of a request: why it waits, which requests hold the missing resource, and since when."""
     table = parts.table
-    own = _deferral(request, parts)
+    own = _own_deferral(request, parts)
     why = own[0] if own is not None else why_left_out(request, parts, config)
     reason = why.reason if why else None
     position = table.queue.position(request) if request in table.queue else None
@@ -106,7 +106,7 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         status=request.status,
         phase=request.phase,
         reason=reason,
-        sentence=_sentence(request, reason, missing, holders, parts)
+        sentence=_wait_sentence(request, reason, missing, holders, parts)
         + _recovery_sentence(request, parts)
         + _retention_sentence(request, parts)
         + words,
@@ -118,20 +118,22 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         blocker=holders[0].request_id if holders else None,
         adapter_slots=dict(parts.gates.adapters.held) if reason is Reason.ADAPTER_SLOTS else {},
         missing=missing,
-        since=_since(request, reason, own if has_own else None, parts),
+        since=_start_of_reason(request, reason, own if has_own else None, parts),
         position=position,
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
-        num_blocks=_num_blocks(request, parts),
+        num_blocks=_num_held_blocks(request, parts),
         transfer=holding.transfer_id if holding is not None and holding.is_open else None,
         num_preemptions=request.num_preemptions,
-        recovery=_recovery(request),
+        recovery=_recovery_of(request),
         events=request.events,
     )
 
 
-def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] | None, parts: Parts) -> float | None:
+def _start_of_reason(
+    request: Request, reason: Reason | None, own: tuple[Deferral, float] | None, parts: Parts
+) -> float | None:
     """The time at which the reason of the request began; `own` is the request's own deferral with its start."""
     if reason is None:
         return None
@@ -140,7 +142,7 @@ def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] 
     return own[1] if own is not None else parts.emission.left_out.since(request)
 
 
-def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
+def _own_deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
     """The request's own deferral, with the time at which it began; None: it has none, but may wait behind other
     requests. A pause that affects the request precedes other deferrals."""
     pause, state = parts.admission.pause, request._state
@@ -161,7 +163,7 @@ def _was_checked(request: Request, position: int, parts: Parts) -> bool:
     return request in table.skipped or (request is table.blocker and position == len(table.skipped))
 
 
-def _num_blocks(request: Request, parts: Parts) -> int:
+def _num_held_blocks(request: Request, parts: Parts) -> int:
     state = request._state
     if state.row is not None:
         return len(parts.kv.table(parts.batch, state.row))
@@ -223,7 +225,7 @@ PARKED_FOR: dict[RequestStatus, str] = {
 """The cause for which a parked request waits, by its status."""
 
 
-def _no_request(request: Request, parts: Parts) -> list[Holder]:
+def _no_holders(request: Request, parts: Parts) -> list[Holder]:
     return []
 
 
@@ -234,7 +236,7 @@ def _holders_of_blocks(request: Request, parts: Parts) -> list[Holder]:
     blocks = parts.kv.num_blocks_of(batch, members.rows)
     pairs = zip(members.requests, blocks.tolist(), strict=True)
     running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
-    return _largest_first([*running, *_holders_of_transfers(request, parts)])
+    return _sorted_by_amount([*running, *_holders_of_transfers(request, parts)])
 
 
 def _holders_of_transfers(request: Request, parts: Parts) -> list[Holder]:
@@ -242,7 +244,7 @@ def _holders_of_transfers(request: Request, parts: Parts) -> list[Holder]:
     have finished."""
     holdings = parts.transfers.holdings() if parts.transfers is not None else []
     others = [holding for holding in holdings if holding.request is not request]
-    return _largest_first(
+    return _sorted_by_amount(
         Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others
     )
 
@@ -262,7 +264,7 @@ def _holders_of_budget(request: Request, parts: Parts) -> list[Holder]:
     if output is None:
         return []
     tokens = zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True)
-    return _largest_first(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
+    return _sorted_by_amount(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
 
 
 def _holders_of_adapters(request: Request, parts: Parts) -> list[Holder]:
@@ -286,7 +288,7 @@ def _holders_of_embeddings(request: Request, parts: Parts) -> list[Holder]:
     if encoder is None:
         return []
     held = {other: encoder.holds(other) for other in encoder.holders() if other is not request}
-    return _largest_first(
+    return _sorted_by_amount(
         Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items()
     )
 
@@ -297,7 +299,7 @@ def _holders_of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
     for other, index in output.encoder_inputs if output is not None else ():
         if not other.is_finished:
             counts[other.request_id] += other.encoder_inputs[index].entry.num_embeddings
-    return _largest_first(Holder(name, count) for name, count in counts.items())
+    return _sorted_by_amount(Holder(name, count) for name, count in counts.items())
 
 
 def _preemptor(request: Request, parts: Parts) -> list[Holder]:
@@ -314,7 +316,7 @@ def _blocker(request: Request, parts: Parts) -> list[Holder]:
     return [Holder(before.request_id, 0)]
 
 
-def _largest_first(holders: Iterable[Holder]) -> list[Holder]:
+def _sorted_by_amount(holders: Iterable[Holder]) -> list[Holder]:
     return sorted(holders, key=lambda holder: -holder.amount)
 
 
@@ -354,16 +356,16 @@ CAUSES: dict[Reason, Cause] = {
     Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _holders_of_prefills),
     Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _holders_of_encoder_budget),
     Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _holders_of_embeddings),
-    Reason.PAUSED: Cause(None, "the scheduler is paused", _no_request),
-    Reason.IN_FLIGHT: Cause("samples", "its samples in flight must return first", _no_request),
-    Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_request),
+    Reason.PAUSED: Cause(None, "the scheduler is paused", _no_holders),
+    Reason.IN_FLIGHT: Cause("samples", "its samples in flight must return first", _no_holders),
+    Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_holders),
     Reason.KV_ROOM: Cause(
         _BLOCKS, "transfers hold the maximum number of blocks, and it is next", _holders_of_transfers
     ),
-    Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
+    Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_holders),
     Reason.BEHIND: Cause(None, "it is not the head of the queue", _blocker),
-    Reason.PARKED: Cause(None, "it is parked", _no_request),
-    Reason.STATE: Cause(None, "the state behind its cached prefix is computed in this step", _no_request),
+    Reason.PARKED: Cause(None, "it is parked", _no_holders),
+    Reason.STATE: Cause(None, "the state behind its cached prefix is computed in this step", _no_holders),
 }
 
 
@@ -377,7 +379,7 @@ def one_of(resource: str) -> str:
     return _ENDING.sub("", resource, count=1)
 
 
-def _sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:
+def _wait_sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:
     """The text why a request does not advance."""
     name = request.request_id
     if reason is None:
@@ -429,13 +431,13 @@ def _retention_sentence(request: Request, parts: Parts) -> str:
     )
 
 
-def _recovery(request: Request) -> Recovery | None:
+def _recovery_of(request: Request) -> Recovery | None:
     return request._state.recovery if request.status is RequestStatus.PREEMPTED else None
 
 
 def _recovery_sentence(request: Request, parts: Parts) -> str:
     """A sentence about the evicted KV of a preempted request; "" if `preemption_mode` made no decision."""
-    recovery = _recovery(request)
+    recovery = _recovery_of(request)
     if recovery is None or parts.swap is None:
         return ""
     size, lost = parts.kv.block_size, request._state.lost_tokens

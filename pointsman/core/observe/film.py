@@ -120,7 +120,7 @@ class FilmRecorder(Listener):
             InvalidTransition: the recorder was already started.
         """
         if self._is_open is not None:
-            raise InvalidTransition("a film recorder films one scheduler, once; make another FilmRecorder")
+            raise InvalidTransition("this FilmRecorder was already started, and writes one film only; create another")
         self._is_open = True
         self._parts = find_parts
         self._with_blocks = self._with_blocks and find_parts().kv.has_tables
@@ -134,7 +134,7 @@ class FilmRecorder(Listener):
         if self._with_blocks:
             self._mirror = _Mirror(parts)
         for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
-            self._number(request)
+            self._number_of(request)
         self._running = dict.fromkeys(parts.batch.members.requests)
         waiting = sorted(parts.table.queue, key=_sequence_number)
         self._waiting, self._parked = dict.fromkeys(waiting), dict.fromkeys(parts.table.parked.values())
@@ -171,13 +171,13 @@ class FilmRecorder(Listener):
             InvalidTransition: it was not started, or is closed.
         """
         if not self._is_open:
-            raise InvalidTransition("only a running film can be cut: see Scheduler.start_film")
+            raise InvalidTransition("this FilmRecorder is not recording; pass it to Scheduler.start_film() first")
         self._flush_ends()
         self._write_chunk()
         unfinished = list(self._numbers)
         self._numbers, self._num_requests = {}, 0
         for request in unfinished:
-            self._number(request)
+            self._number_of(request)
         self._open_chunk()
         self.num_frames = 0
 
@@ -237,7 +237,7 @@ class FilmRecorder(Listener):
                 data["key_flight_tokens"].append(int(output.num_scheduled_tokens[index]))
                 data["key_flight_flags"].append(flags)
 
-    def _string(self, text: str) -> int:
+    def _string_index(self, text: str) -> int:
         return self._strings.setdefault(text, len(self._strings))
 
     def _set_now(self, now: float) -> int:
@@ -246,7 +246,7 @@ class FilmRecorder(Listener):
         self._now = round((now - self._start) * 1e6)
         return self._now
 
-    def _add(self, op: Op, now: float, request: Request | None = None) -> dict[str, list[int]]:
+    def _add_event(self, op: Op, now: float, request: Request | None = None) -> dict[str, list[int]]:
         """Add kind, time and request of an event. Returns the columns, to which the caller adds the arguments of the
         event."""
         if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # PARKED and QUEUED may be of the same update
@@ -257,12 +257,12 @@ class FilmRecorder(Listener):
             self._request_column.append(self._numbers[request])
         return self._events.data
 
-    def _number(self, request: Request) -> int:
+    def _number_of(self, request: Request) -> int:
         number = self._numbers[request] = self._num_requests
         self._num_requests += 1
         data = self._requests.data
-        data["id"].append(self._string(request.request_id))
-        data["tenant"].append(0 if request.tenant is None else self._string(request.tenant) + 1)
+        data["id"].append(self._string_index(request.request_id))
+        data["tenant"].append(0 if request.tenant is None else self._string_index(request.tenant) + 1)
         data["arrival"].append(self._micros_of(request.arrival_time))
         data["prompt_tokens"].append(request.num_prompt_tokens)
         data["max_tokens"].append(request.max_tokens)
@@ -277,31 +277,31 @@ class FilmRecorder(Listener):
     def on_added(self, request: Request, now: float) -> None:
         """Write that a request was added."""
         self._set_now(now)
-        self._number(request)
-        self._add(Op.ADDED, now, request)
+        self._number_of(request)
+        self._add_event(Op.ADDED, now, request)
 
     def on_refused(self, request: Request, why: str, now: float) -> None:
         """Write that a request was refused, with the reason `why`."""
         self._set_now(now)
-        self._number(request)
-        self._add(Op.REFUSED, now, request)["refused_why"].append(self._string(why))
+        self._number_of(request)
+        self._add_event(Op.REFUSED, now, request)["refused_why"].append(self._string_index(why))
         del self._numbers[request]
 
     def on_queued(self, request: Request, now: float) -> None:
         """Write that a request entered the queue."""
-        self._add(Op.QUEUED, now, request)
+        self._add_event(Op.QUEUED, now, request)
         self._parked.pop(request, None)
         self._waiting[request] = None
 
     def on_parked(self, request: Request, now: float) -> None:
         """Write that a request was parked."""
-        self._add(Op.PARKED, now, request)["parked_status"].append(_STATUS[request.status])
-        self._leave(request)
+        self._add_event(Op.PARKED, now, request)["parked_status"].append(_STATUS[request.status])
+        self._remove_request(request)
         self._parked[request] = None
 
     def on_deferred(self, event: Deferred) -> None:
         """Write that a request was deferred, with the reason and the largest holder of the missing resource."""
-        data = self._add(Op.DEFERRED, event.now, event.request)
+        data = self._add_event(Op.DEFERRED, event.now, event.request)
         reason = self._deferred[event.request] = _REASON[event.reason]
         data["deferred_reason"].append(reason)
         data["deferred_missing"].append(event.missing)
@@ -310,17 +310,17 @@ class FilmRecorder(Listener):
 
     def on_admitted(self, event: Admitted) -> None:
         """Write that a request was admitted."""
-        data = self._add(Op.ADMITTED, event.now, event.request)
+        data = self._add_event(Op.ADMITTED, event.now, event.request)
         data["admitted_resumed"].append(event.resumed)
         data["admitted_cached"].append(event.num_cached_tokens)
         data["admitted_external"].append(event.num_external_tokens)
-        self._leave(event.request)
+        self._remove_request(event.request)
         self._running[event.request] = None
         self._admissions[event.request] = self._admissions.get(event.request, 0) + 1
 
     def on_preempted(self, event: Preempted) -> None:
         """Write that a request was preempted."""
-        data = self._add(Op.PREEMPTED, event.now, event.request)
+        data = self._add_event(Op.PREEMPTED, event.now, event.request)
         data["preempted_cause"].append(_CAUSE[event.cause])
         data["preempted_lost"].append(event.num_lost_tokens)
         data["preempted_cached"].append(event.num_cached_tokens)
@@ -328,14 +328,16 @@ class FilmRecorder(Listener):
         need = event.need
         data["preempted_by"].append(0 if need is None else self._numbers[need.request] + 1)
         data["preempted_missing"].append(0 if need is None else need.num_missing_blocks)
-        data["preempted_chooser"].append(self._string(need.chosen_by) + 1 if need is not None and need.chosen_by else 0)
-        self._leave(event.request)
+        data["preempted_chooser"].append(
+            self._string_index(need.chosen_by) + 1 if need is not None and need.chosen_by else 0
+        )
+        self._remove_request(event.request)
         self._waiting[event.request] = None
 
     def on_rolled_back(self, request: Request, now: float) -> None:
         """Write that the admission of a request was undone."""
-        self._add(Op.ROLLED_BACK, now, request)
-        self._leave(request)
+        self._add_event(Op.ROLLED_BACK, now, request)
+        self._remove_request(request)
         self._admissions[request] -= 1
         self._waiting[request] = None
 
@@ -347,27 +349,29 @@ class FilmRecorder(Listener):
     def _flush_ends(self) -> None:
         ends, self._ends = self._ends, []
         for request, now in ends:
-            data = self._add(Op.FINISHED, now, request)
+            data = self._add_event(Op.FINISHED, now, request)
             assert request.finish_reason is not None
             data["finished_reason"].append(_FINISH[request.finish_reason])
             data["finished_generated"].append(request.num_output_tokens)
-            data["finished_detail"].append(self._string(request.finish_detail) + 1 if request.finish_detail else 0)
-            self._leave(request)
+            data["finished_detail"].append(
+                self._string_index(request.finish_detail) + 1 if request.finish_detail else 0
+            )
+            self._remove_request(request)
             self._admissions.pop(request, None)
             del self._numbers[request]
 
     def on_load_started(self, event: LoadStarted) -> None:
         """Write that a load from a connector began."""
-        self._add(Op.LOAD_STARTED, event.now, event.request)["load_tokens"].append(event.num_tokens)
+        self._add_event(Op.LOAD_STARTED, event.now, event.request)["load_tokens"].append(event.num_tokens)
 
     def on_load_finished(self, event: LoadFinished) -> None:
         """Write that a load from a connector ended, if its request has not finished."""
         if event.request in self._numbers:
-            data = self._add(Op.LOAD_FINISHED, event.now, event.request)
+            data = self._add_event(Op.LOAD_FINISHED, event.now, event.request)
             data["load_tokens"].append(event.num_tokens)
             data["load_failed"].append(event.failed)
 
-    def _leave(self, request: Request) -> None:
+    def _remove_request(self, request: Request) -> None:
         for place in (self._running, self._waiting, self._parked, self._deferred):
             place.pop(request, None)
 
@@ -380,17 +384,17 @@ class FilmRecorder(Listener):
             if request is None or request not in self._numbers:
                 return
             if name == "set_priority":
-                self._add(Op.PRIORITY, event.now, request)["priority"].append(request.priority)
+                self._add_event(Op.PRIORITY, event.now, request)["priority"].append(request.priority)
             else:
-                self._extended(request, event.now)
+                self._write_extended(request, event.now)
         elif name in ("pause", "resume"):
             mode = 0 if name == "resume" else 2 if arguments["mode"] is PauseMode.ALL else 1
-            self._add(Op.PAUSED, event.now)["pause_mode"].append(mode)
+            self._add_event(Op.PAUSED, event.now)["pause_mode"].append(mode)
         elif name == "set_max_num_active_seqs":
-            self._add(Op.LIMITED, event.now)["limit"].append((arguments["limit"] or -1) + 1)
+            self._add_event(Op.LIMITED, event.now)["limit"].append((arguments["limit"] or -1) + 1)
 
-    def _extended(self, request: Request, now: float) -> None:
-        data = self._add(Op.EXTENDED, now, request)
+    def _write_extended(self, request: Request, now: float) -> None:
+        data = self._add_event(Op.EXTENDED, now, request)
         data["extended_prompt"].append(request.num_prompt_tokens)
         data["extended_generated"].append(request.num_output_tokens)
 
@@ -401,7 +405,7 @@ class FilmRecorder(Listener):
         output = step.output
         assert output is not None
         parts = self._parts()
-        data = self._add(Op.STEP, step.now)
+        data = self._add_event(Op.STEP, step.now)
         data["step_id"].append(step.step_id)
         data["step_blocked"].append(0 if step.blocked_by is None else _REASON[step.blocked_by] + 1)
         self._write_queue(data, parts)
@@ -410,7 +414,7 @@ class FilmRecorder(Listener):
         data["step_exceptions"].append(0 if is_plain else self._write_rows(output))
         self._flight.append(output)
         if self._mirror is not None:
-            self._mirror.step(self._num_frames, parts, step, self._numbers)
+            self._mirror.write_step(self._num_frames, parts, step, self._numbers)
         self._num_frames += 1
         self.num_frames += 1
 
@@ -448,7 +452,7 @@ class FilmRecorder(Listener):
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """Write that the result of the oldest step in flight was applied."""
         ends, self._ends = self._ends, []
-        data = self._add(Op.UPDATE, now)
+        data = self._add_event(Op.UPDATE, now)
         self._flight.popleft()
         odd = (update.counts != output.samples).nonzero()[0]
         data["update_exceptions"].append(len(odd))
@@ -457,7 +461,7 @@ class FilmRecorder(Listener):
             data["update_count"] += update.counts[odd].tolist()
         for request in update.completed_parts:  # the output of the request may have become a part of its prompt
             if request in self._numbers:
-                self._extended(request, now)
+                self._write_extended(request, now)
         self._ends = ends
         self._flush_ends()
         self._next_chunk()
@@ -465,7 +469,7 @@ class FilmRecorder(Listener):
     def on_steps(self, run: StepRun) -> None:
         """Write the steps of a fast-forward as one event. In each step, every running request decoded one token."""
         ends, self._ends = self._ends, []
-        data = self._add(Op.STEPS, float(run.times[0]))
+        data = self._add_event(Op.STEPS, float(run.times[0]))
         parts = self._parts()
         num_evicted = parts.kv.num_evictions - self._num_evictions
         data["step_id"].append(run.first_step_id)
@@ -477,13 +481,13 @@ class FilmRecorder(Listener):
         micros = np.rint((np.asarray(run.times, dtype=np.float64) - start) * 1e6).astype(np.int64)
         data["steps_micros"] += np.diff(micros).tolist()
         if self._mirror is not None:
-            self._mirror.steps(self._num_frames, parts, run, self._numbers, num_evicted)
+            self._mirror.write_steps(self._num_frames, parts, run, self._numbers, num_evicted)
         self._num_frames += 1
         self.num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
         num_ends = len(ends) + len(completed) + self._move_before_parts(run.requests)
         for request in completed:
-            self._extended(request, float(run.times[-1]))
+            self._write_extended(request, float(run.times[-1]))
         data["steps_ends"].append(num_ends)
         self._ends = ends
         self._flush_ends()
@@ -513,7 +517,7 @@ class FilmRecorder(Listener):
         for _ in range(num_steps):
             self._flight.pop()
         batch = self._parts().batch
-        data = self._add(Op.FAILED, now)
+        data = self._add_event(Op.FAILED, now)
         data["failed_steps"].append(num_steps)
         data["failed_rows"].append(len(batch.members))
         data["failed_computed"] += batch.num_computed_tokens[batch.members.rows].tolist()
@@ -533,9 +537,9 @@ class _Mirror:
         self._parts = parts
         self.num_references: Int64Array = np.zeros(parts.kv.pool.num_blocks, dtype=np.int64)
         self.is_cached = np.zeros(parts.kv.pool.num_blocks, dtype=np.bool_)  # whether a block is free and cached
-        self._copy(parts)
+        self._copy_pool_state(parts)
 
-    def _copy(self, parts: Parts) -> None:
+    def _copy_pool_state(self, parts: Parts) -> None:
         pool = parts.kv.pool
         self._parts = parts
         self.num_references[:] = pool.num_references
@@ -547,7 +551,7 @@ class _Mirror:
         """Begin a chunk with a key frame: the present state of all blocks."""
         self.columns = Columns("B")
         data = self.columns.data
-        self._copy(parts)
+        self._copy_pool_state(parts)
         self._num_known = len(parts.kv.returned or ())
         for request in running:
             row = request.row
@@ -560,7 +564,9 @@ class _Mirror:
         data["key_held_count"] += self._held[held].tolist()
         data["key_cached"] += np.packbits(self.is_cached, bitorder="little").tolist()
 
-    def _put(self, frame: int, op: BlockOp, request: int, blocks: IntArray, values: list[int] | None = None) -> None:
+    def _add_change(
+        self, frame: int, op: BlockOp, request: int, blocks: IntArray, values: list[int] | None = None
+    ) -> None:
         data = self.columns.data
         data["frame"].append(frame)
         data["op"].append(op)
@@ -570,7 +576,7 @@ class _Mirror:
         if values is not None:
             data["value"] += values
 
-    def step(self, frame: int, parts: Parts, step: StepDecision, numbers: dict[Request, int]) -> None:
+    def write_step(self, frame: int, parts: Parts, step: StepDecision, numbers: dict[Request, int]) -> None:
         """Write which blocks a step appended to block tables, and which blocks became free, blank or cached since the
         last step. `frame` is the index of the step's event among the STEP and STEPS events of the chunk; `numbers` has
         the number of each request in the film."""
@@ -592,7 +598,9 @@ class _Mirror:
             data["block"] += output.block_ids.tolist()
         self._write_differences(frame, parts, output.block_ids, trusts_counts=not output.resync)
 
-    def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
+    def write_steps(
+        self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int
+    ) -> None:
         """Like `step`, for the steps of a fast-forward: also writes the step that appended each block. `num_evicted` of
         the appended blocks were cached before."""
         if parts.transfers is None:
@@ -607,7 +615,7 @@ class _Mirror:
             for index in np.unique(run.block_rows).tolist():
                 mine = (run.block_rows == index).nonzero()[0]
                 number = numbers[run.requests[index]]
-                self._put(frame, BlockOp.STEPPED, number, run.block_ids[mine], run.block_steps[mine].tolist())
+                self._add_change(frame, BlockOp.STEPPED, number, run.block_ids[mine], run.block_steps[mine].tolist())
         if parts.transfers is None and parts.kv.returned:  # blocks of requests that finished in the last step
             self._release_tables(frame, parts, parts.kv.returned)
             self._num_known = len(parts.kv.returned)
@@ -639,7 +647,7 @@ class _Mirror:
     def _set_blank(self, frame: int, blocks: Int64Array) -> None:
         self.is_cached[blocks] = False
         self._num_cached -= len(blocks)
-        self._put(frame, BlockOp.BLANK, 0, blocks)
+        self._add_change(frame, BlockOp.BLANK, 0, blocks)
 
     def _write_differences(self, frame: int, parts: Parts, appended: IntArray, *, trusts_counts: bool = True) -> None:
         """Write the differences between the reader's state and the pool; `appended` has the blocks that were just
@@ -657,7 +665,7 @@ class _Mirror:
         held = _held(parts)
         changed = (held != self._held).nonzero()[0]
         if len(changed):
-            self._put(frame, BlockOp.HELD, 0, changed, held[changed].tolist())
+            self._add_change(frame, BlockOp.HELD, 0, changed, held[changed].tolist())
         is_free = pool.num_references == 0
         is_cached = _is_cached(pool)
         news = (self.num_references != 0) | (self.is_cached != is_cached)
@@ -665,8 +673,8 @@ class _Mirror:
         news &= is_free
         for op, blocks in ((BlockOp.BLANK, news & ~is_cached), (BlockOp.CACHED, news & is_cached)):
             if blocks.any():
-                self._put(frame, op, 0, blocks.nonzero()[0])
-        self._copy(parts)
+                self._add_change(frame, op, 0, blocks.nonzero()[0])
+        self._copy_pool_state(parts)
 
 
 def _is_cached(pool: Pool) -> npt.NDArray[np.bool_]:

@@ -239,40 +239,43 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
     stream = np.frombuffer(data, dtype=np.uint8)
     is_end = stream < 128  # the last byte of each number
     if (num_numbers := np.count_nonzero(is_end)) > MAX_NUMBERS + MAX_STRINGS:
-        raise FilmError(f"a chunk has {num_numbers:,} numbers, of at most {MAX_NUMBERS:,}; the film is broken")
+        raise FilmError(f"a chunk has {num_numbers:,} numbers, more than {MAX_NUMBERS:,}; the film is broken")
     ends = is_end.nonzero()[0]
     position, total, columns = 0, 0, {}
     for name, differences in COLUMNS[kind].items():
-        count, position = _read_one(stream, ends, position)
+        count, position = _read_number(stream, ends, position)
         total += count
         if total > MAX_NUMBERS:
-            raise FilmError(f"column {name!r} has {count:,} numbers, and a chunk at most {MAX_NUMBERS:,}; it is broken")
+            raise FilmError(
+                f"column {name!r} has {count:,} numbers, and all columns of a chunk together at most {MAX_NUMBERS:,}; "
+                "the film is broken"
+            )
         first = int(ends.searchsorted(position))
         if count > len(ends) - first:
             raise FilmError(
-                f"column {name!r} has {count} numbers, of which {len(ends) - first} are there; it is broken"
+                f"column {name!r} should have {count} numbers and has {len(ends) - first}; the film is broken"
             )
         after = int(ends[first + count - 1]) + 1 if count else position
         columns[name] = unpack_numbers(stream[position:after], ends[first : first + count] - position, differences)
         position = after
     strings: list[str] = []
     if position < len(data):
-        count, position = _read_one(stream, ends, position)
+        count, position = _read_number(stream, ends, position)
         if count > MAX_STRINGS:
-            raise FilmError(f"a chunk has {count:,} bytes of strings, of at most {MAX_STRINGS:,}; the film is broken")
+            raise FilmError(f"a chunk has {count:,} bytes of strings, more than {MAX_STRINGS:,}; the film is broken")
         try:
             strings = json.loads(data[position : position + count])
         except (ValueError, RecursionError):
-            raise FilmError("the strings of a chunk are no JSON; it is broken") from None
+            raise FilmError("the strings of a chunk are not JSON; the film is broken") from None
         if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-            raise FilmError("the strings of a chunk are no list of strings; it is broken")
+            raise FilmError("the strings of a chunk are not a list of strings; the film is broken")
     return columns, strings
 
 
-def _read_one(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) -> tuple[int, int]:
+def _read_number(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) -> tuple[int, int]:
     index = int(ends.searchsorted(position))
     if index == len(ends):
-        raise FilmError("a chunk ends within a column; it is broken")
+        raise FilmError("a chunk ends within a column; the film is broken")
     after = int(ends[index]) + 1
     number = 0
     for byte in reversed(stream[position:after].tolist()):
@@ -303,12 +306,12 @@ def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences:
         if differences:
             values = values.cumsum() + before
             before = int(values[-1])
-        parts.append(_narrow(values))
+        parts.append(_to_smallest_type(values))
         begin = after
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int8)
 
 
-def _narrow(values: Int64Array) -> IntArray:
+def _to_smallest_type(values: Int64Array) -> IntArray:
     low, high = int(values.min()), int(values.max())
     for narrow in (np.int8, np.int16, np.int32):
         if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
@@ -323,7 +326,7 @@ def _decode_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Arr
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if int(lengths.max()) > 10:
-        raise FilmError("a number has more than ten bytes; it is broken")
+        raise FilmError("a number has more than ten bytes; the film is broken")
     places = np.arange(len(stream)) - starts.repeat(lengths)
     parts = (stream & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     folded = np.add.reduceat(parts, starts)
@@ -380,7 +383,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         FilmError: the file is no film, or has another version.
     """
     if file.read(len(MAGIC)) != MAGIC:
-        raise FilmError("it is no film (pointsman film makes one from a recording)")
+        raise FilmError("the file is not a film; `pointsman film` makes a film from a recording")
     size = file.read(4)
     length = struct.unpack("<I", size)[0] if len(size) == 4 else 0
     text = file.read(length) if length <= MAX_HEADER else b""
@@ -388,11 +391,11 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(text)
         version = header["format_version"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise FilmError("the film's header is broken; make it again from its recording") from None
+        raise FilmError("the film's header is broken; make the film again from its recording") from None
     if version != FORMAT_VERSION:
         raise FilmError(
-            f"the film has format version {version}, and this library reads {FORMAT_VERSION}; make it again from its "
-            "recording, or use the library that made it"
+            f"the film has format version {version}, and this library reads version {FORMAT_VERSION}; make the film "
+            "again from its recording, or use the library that made it"
         )
     _check_header(header)
     return header
@@ -402,17 +405,19 @@ def _check_header(header: dict[str, Any]) -> None:
     """Check the configuration and the names in a film's header, on which readers rely."""
     config, names = header.get("config"), header.get("names")
     if not isinstance(config, dict) or not isinstance(names, dict):
-        raise FilmError("the film's header lacks a configuration or names; it is broken")
+        raise FilmError("the film's header lacks `config` or `names`; the film is broken")
     for name, least, most in _NUMBERS_OF_CONFIG:
         value = config.get(name)
         if type(value) is not int or not least <= value <= most:
-            raise FilmError(f"the film's header has {name} {value!r}, not {least} to {most}; it is broken")
+            raise FilmError(
+                f"{name} in the film's header is {value!r}, not an integer from {least} to {most}; the film is broken"
+            )
     if config["num_reserved_blocks"] >= config["num_blocks"]:
-        raise FilmError("the film's header reserves every block; it is broken")
+        raise FilmError("num_reserved_blocks in the film's header is not below num_blocks; the film is broken")
     for name, values in NAMES.items():
         given = names.get(name)
         if not isinstance(given, list) or len(given) < len(values) or not all(isinstance(one, str) for one in given):
-            raise FilmError(f"the film's header lacks {name}; it is broken")
+            raise FilmError(f"the film's header lacks the list {name!r} in `names`; the film is broken")
 
 
 _NUMBERS_OF_CONFIG = (
@@ -438,12 +443,15 @@ def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
             return
         letter, length, size = _CHUNK.unpack(head)
         if size > MAX_CHUNK or length > 2 * MAX_CHUNK or letter.decode("latin-1") not in "REBZ":
-            raise FilmError(f"a chunk {letter!r} of {size} bytes does not belong in a film; it is broken")
+            raise FilmError(
+                f"a chunk has kind {letter!r} and {size:,} bytes; the kinds are R, E, B and Z, of at most "
+                f"{MAX_CHUNK:,} bytes; the film is broken"
+            )
         total += size
         if total > MAX_FILM:
             raise FilmError(
-                f"the film has more than {MAX_FILM:,} bytes unpacked, the maximum that can be shown; record a shorter "
-                "run, or leave out the blocks"
+                f"the film has more than {MAX_FILM:,} bytes after decompression, the maximum that can be shown; record "
+                "a shorter run, or a film without blocks"
             )
         packed = file.read(length)
         if len(packed) < length:
@@ -453,5 +461,5 @@ def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
         except zlib.error as error:
             raise FilmError(f"a chunk cannot be unpacked ({error}); the film is broken") from None
         if len(data) != size:
-            raise FilmError(f"a chunk has {len(data)} bytes instead of {size}; the film is broken")
+            raise FilmError(f"a chunk unpacks to {len(data)} bytes instead of {size}; the film is broken")
         yield letter.decode(), data

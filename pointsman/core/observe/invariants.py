@@ -45,7 +45,7 @@ def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> N
     broken = parts.kv.broken(batch)
     _require(broken is None, 1, "{}", broken)
     _check_places(batch, parts.table)
-    _require(len(batch) <= max_seen_active_seqs, 3, "{} requests run, of {}", len(batch), max_seen_active_seqs)
+    _require(len(batch) <= max_seen_active_seqs, 3, "{} requests run, more than {}", len(batch), max_seen_active_seqs)
     if transfers is not None:
         _check_transfers(transfers, parts.table)
     _check_steps(config, parts.steps)
@@ -126,13 +126,13 @@ def _check_retained(pool: RetainingPool) -> None:
     _require(owners == pool._num_of and len(retained) == pool.num_retained, 1, "retained blocks are miscounted")
     marked = ((pool._until > -np.inf) & (pool.num_references == 0)).nonzero()[0].tolist()
     _require(sorted(retained) == marked, 1, "the marks of free blocks differ from the retained blocks")
-    _require(len(retained) <= pool.capacity, 1, "{} blocks are retained, of {}", len(retained), pool.capacity)
+    _require(len(retained) <= pool.capacity, 1, "{} blocks are retained, more than {}", len(retained), pool.capacity)
     shared = int(np.count_nonzero((pool._owner == SHARED) & (pool._until > -np.inf)))
     _require(shared == pool._num_shared, 1, "{} blocks are marked as shared, counted {}", shared, pool._num_shared)
     _require(owners[SHARED] <= pool.max_shared, 1, "{} shared blocks are retained", owners[SHARED])
     most = pool.max_retained_of()
     for owner, count in owners.items():
-        _require(owner == SHARED or count <= most, 1, "a tenant has {} retained blocks, of {}", count, most)
+        _require(owner == SHARED or count <= most, 1, "a tenant has {} retained blocks, more than {}", count, most)
 
 
 def _check_places(batch: Batch, table: RequestTable) -> None:
@@ -144,18 +144,34 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
     _require(len(queued) == len(table.queue), 2, "the length of the queue differs from its number of requests")
     for request in table.queue:
         idle = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        _require(idle and request.row is None, 2, "{} is queued", request)
+        _require(idle and request.row is None, 2, "{} is queued, with a wrong status or with a row", request)
     for request in table.parked.values():
-        _require(request.status.is_parked and request.row is None, 2, "{} is parked", request)
+        _require(
+            request.status.is_parked and request.row is None,
+            2,
+            "{} is parked, with a wrong status or with a row",
+            request,
+        )
     for request in table.requests.values():
         waits = request.awaits_input and not request.is_finished
-        _require(not waits or (request.status.is_parked and not request._state.parts), 2, "{} waits for input", request)
+        _require(
+            not waits or (request.status.is_parked and not request._state.parts),
+            2,
+            "{} waits for a prompt part and is not parked",
+            request,
+        )
     reported = set(table.finished)
     for request in table.requests.values():
         _require(not request.is_finished or request in reported, 2, "{} finished and would never be reported", request)
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         is_running = request.status is RequestStatus.RUNNING and request.row == row
-        _require(is_running and batch.serial[row] == request.serial != 0, 2, "{} runs in row {}", request, row)
+        _require(
+            is_running and batch.serial[row] == request.serial != 0,
+            2,
+            "row {1} does not match its request {0}",
+            request,
+            row,
+        )
     rows = batch.members.rows.tolist()
     idle_rows = [*batch._free_rows, *(row for _, row in batch.fenced_rows)]
     _require(sorted([*rows, *idle_rows]) == list(range(len(batch.serial))), 2, "a row was lost, or is used twice")
@@ -166,7 +182,13 @@ def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
     holdings = transfers.holdings()
     held = sum(len(holding.blocks) for holding in holdings)
     _require(held == transfers.num_blocks, 1, "{} blocks are held, counted {}", held, transfers.num_blocks)
-    _require(held <= transfers.max_blocks, 1, "{} blocks are held outside the batch, of {}", held, transfers.max_blocks)
+    _require(
+        held <= transfers.max_blocks,
+        1,
+        "{} blocks are held outside the batch, more than {}",
+        held,
+        transfers.max_blocks,
+    )
     holders = transfers.requests_with_holdings()
     _require(len(set(holders)) == len(holders), 1, "a request holds blocks twice")
     for holding in holdings:
@@ -176,7 +198,7 @@ def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
             continue
         _require(request._state.holding is holding, 1, "{} has no reference to the blocks it holds", request)
         waits = request.request_id in table.parked if holding.is_open else request in table.queue
-        _require(waits, 2, "{} holds blocks for transfer {}", request, holding.transfer_id)
+        _require(waits, 2, "{} holds blocks for transfer {} and is in the wrong place", request, holding.transfer_id)
     for request in table.requests.values():
         _require(
             request._state.holding is None or request in holders, 1, "{} holds blocks that no transfer lists", request
@@ -232,7 +254,13 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
         pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
         flags = int(batch.flags[row])
-        _require(request.num_prompt_tokens <= tokens <= request.token_limit, 2, "{} has {} tokens", request, tokens)
+        _require(
+            request.num_prompt_tokens <= tokens <= request.token_limit,
+            2,
+            "{} has {} tokens, too few or too many",
+            request,
+            tokens,
+        )
         _require(len(request.output_token_ids) == request.num_output_tokens, 2, "{} lost output tokens", request)
         drafts = verifying.get(request.serial, 0)
         most = tokens + drafts if drafts else tokens + pending
@@ -252,24 +280,29 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
         _require(
             bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens),
             2,
-            "{} is flagged wrongly",
+            "the flag PREFILLING of {} is wrong",
             request,
         )
-        _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, "{} is flagged wrongly", request)
+        _require(
+            bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs),
+            2,
+            "the flag ENCODER_INPUTS of {} is wrong",
+            request,
+        )
         watch = request._state.repetition_watch
-        _require(bool(flags & WATCHED) == (watch is not None), 2, "{} is flagged wrongly", request)
+        _require(bool(flags & WATCHED) == (watch is not None), 2, "the flag WATCHED of {} is wrong", request)
         seen = request.num_output_tokens if watch is None else watch.num_seen
         _require(seen == request.num_output_tokens, 2, "{} was watched for {} tokens of its output", request, seen)
         prefilling += bool(flags & PREFILLING)
         watched += bool(flags & WATCHED)
         not_ahead += bool(flags & NOT_AHEAD)
-        _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, "{} is flagged wrongly", request)
+        _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, "the flag NOT_AHEAD of {} is wrong", request)
         _require(request.runs_ahead or pending <= 1, 2, "{} has {} samples in flight", request, pending)
         no_sample += bool(flags & NO_SAMPLE)
-        _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, "{} is flagged wrongly", request)
+        _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, "the flag NO_SAMPLE of {} is wrong", request)
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
     most = config.max_num_partial_prefills or prefilling
-    _require(prefilling <= most, 3, "{} prefills are partial, of {}", prefilling, most)
+    _require(prefilling <= most, 3, "{} prefills are partial, more than {}", prefilling, most)
     _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
     _require(watched == batch.num_watched, 2, "rows that repetitions may finish are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
@@ -302,7 +335,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
                 verifying[serial] = num_drafts
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         count = int(batch.num_pending[row])
-        _require(count == pending.get(request.serial, 0), 2, "{} has {} pending", request, count)
+        _require(count == pending.get(request.serial, 0), 2, "{} has {} pending samples", request, count)
     return verifying
 
 
@@ -310,11 +343,17 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None
     """Check that draft tokens wait to be scheduled only for rows that may verify draft tokens."""
     if not drafts.waiting:
         return
-    wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
+    wanted, rows = drafts.num_allowed(batch.members.rows), batch.members.rows
     for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:
             max_waiting = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
-            _require(0 < waiting <= min(max_waiting, config.num_draft_tokens), 2, "{} has {} drafts", request, waiting)
+            _require(
+                0 < waiting <= min(max_waiting, config.num_draft_tokens),
+                2,
+                "{} has {} waiting drafts",
+                request,
+                waiting,
+            )
             decodes = batch.num_pending[row] == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
             _require(bool(decodes), 2, "{} has drafts and does not decode", request)
 

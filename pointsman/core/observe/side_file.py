@@ -68,7 +68,7 @@ class SideFile:
     def write(self, data: str | bytes) -> int:
         """Write a piece, unless the file has ended. Returns the length of the piece."""
         if not self.has_ended():
-            self._put(data)
+            self._accept_piece(data)
             self.has_ended()
         return len(data)
 
@@ -82,7 +82,7 @@ class SideFile:
             self.on_end()
         return True
 
-    def _put(self, data: str | bytes) -> None:
+    def _accept_piece(self, data: str | bytes) -> None:
         try:
             written = self._file.write(data)
             if isinstance(written, int) and written < len(data):
@@ -172,7 +172,7 @@ class BackgroundFile(SideFile):
 
     # ------------------------------------------------------------------ the caller's thread
 
-    def _put(self, data: str | bytes) -> None:
+    def _accept_piece(self, data: str | bytes) -> None:
         piece = data.encode() if isinstance(data, str) else bytes(data)
         size = len(piece)
         if self._is_closing.is_set():
@@ -228,7 +228,7 @@ class BackgroundFile(SideFile):
         total = len(left)
         while len(left):
             try:
-                self._check()
+                self._check_end_of_file()
                 left = left[self._raw.write(left) or 0 :]
                 self._is_full = False
             except OSError as error:
@@ -236,10 +236,10 @@ class BackgroundFile(SideFile):
                 if error.errno in _DISK_FULL and self._when_full == "wait" and not is_last_try:
                     self._wait_for_space()
                     continue
-                self._cut(pieces, total - len(left))
+                self._truncate_after_whole_pieces(pieces, total - len(left))
                 self.end_early(reason_of(error))
                 return False
-        self._wrote(pieces)
+        self._count_written(pieces)
         return True
 
     def _wait_for_space(self) -> None:
@@ -252,7 +252,7 @@ class BackgroundFile(SideFile):
             )
         self._is_closing.wait(SECONDS_BETWEEN_TRIES)
 
-    def _check(self) -> None:
+    def _check_end_of_file(self) -> None:
         """Raise OSError if the file was deleted or shortened, so that the next piece would not follow the last one."""
         if not self._is_watched:
             return
@@ -262,18 +262,18 @@ class BackgroundFile(SideFile):
         if found.st_size < self._start + self.num_bytes:
             raise OSError(errno.EIO, "another program has shortened the file")
 
-    def _wrote(self, pieces: list[bytes]) -> None:
+    def _count_written(self, pieces: list[bytes]) -> None:
         """Count `pieces` that are now in the file as whole pieces."""
         size = sum(map(len, pieces))
         self.num_bytes += size
         with self._lock:
             self._num_waiting -= size
 
-    def _cut(self, pieces: list[bytes], num_written: int) -> None:
+    def _truncate_after_whole_pieces(self, pieces: list[bytes], num_written: int) -> None:
         """Truncate the file after its last whole piece; `num_written` bytes of `pieces` were written."""
         ends = accumulate(map(len, pieces))
         num_whole = sum(end <= num_written for end in ends)
-        self._wrote(pieces[:num_whole])
+        self._count_written(pieces[:num_whole])
         end = self._start + self.num_bytes
         with suppress(OSError):  # otherwise the file ends with a partial piece, which readers skip
             if self._is_watched and os.fstat(self._raw.fileno()).st_size > end:

@@ -47,13 +47,17 @@ class AdapterSlots(Gate):
             self._claims = set()
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """See `Gate.check`. Earlier requests of the queue have been checked in this step, so `_claims` has their
-        claims."""
+        """Admit a request whose adapter has a slot, or can get one. Requests before it in the queue were checked
+        earlier in this step, so `_claims` has their claims."""
         adapter = request.adapter
         if adapter is None:
             return want
         if adapter in self._num_rows:
-            if not self._claims or request.status is RequestStatus.PREEMPTED or adapter not in self._retiring():
+            if (
+                not self._claims
+                or request.status is RequestStatus.PREEMPTED
+                or adapter not in self._adapters_with_claimed_slot()
+            ):
                 return want
         elif len(self._num_rows) < self.num_slots:
             return want
@@ -76,19 +80,21 @@ class AdapterSlots(Gate):
         else:
             del self._num_rows[adapter]
 
-    def _retiring(self) -> list[Adapter]:
+    def _adapters_with_claimed_slot(self) -> list[Adapter]:
         """The adapters whose slots are claimed by waiting requests."""
         return list(self._num_rows)[: len(self._claims)]
 
-    def to_vacate(self, request: Request, running: Sequence[Request], may_leave: Sequence[int]) -> list[int] | None:
+    def requests_to_preempt(
+        self, request: Request, running: Sequence[Request], preemptible: Sequence[int]
+    ) -> list[int] | None:
         """The `running` requests that must be preempted to free a slot for the adapter of `request`, by index.
-        `may_leave` has the indexes of the requests that may be preempted. Returns the smallest set: empty if no slot
+        `preemptible` has the indexes of the requests that may be preempted. Returns the smallest set: empty if no slot
         must be freed; None if no slot can be freed."""
         adapter = request.adapter
         if adapter is None or adapter in self._num_rows or len(self._num_rows) < self.num_slots:
             return []
         users: dict[Adapter, list[int]] = {}
-        for index in may_leave:
+        for index in preemptible:
             other = running[index].adapter
             if other is not None:
                 users.setdefault(other, []).append(index)

@@ -25,7 +25,7 @@ class SetsBudget(Protocol):
         """Number of tokens that the next step may compute; `most` is the configured budget."""
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
-        """See `Limit.lacks_step_time`."""
+        """Whether steps would take too long if the request started, see `Limit.lacks_step_time`."""
 
 
 class StepBudget:
@@ -40,7 +40,7 @@ class StepBudget:
         """The budget of the step that is being scheduled, in tokens."""
         self.policies: tuple[SetsBudget, ...] = ()
 
-    def ask(self, policies: tuple[SetsBudget, ...]) -> None:
+    def set_policies(self, policies: tuple[SetsBudget, ...]) -> None:
         """Set the policies that determine the budget of each step."""
         self.policies = policies
 

@@ -38,9 +38,9 @@ class Bypass(Reserve):
 
     def __init__(self, bound: int, kept: float) -> None:
         self.bound, self._kept = bound, kept
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._head: Request | None = None
         self._num_free_before = 0
         self._asked: tuple[Request, int] | None = None
@@ -48,7 +48,7 @@ class Bypass(Reserve):
 
     def attach(self, view: View) -> None:
         self._view = view
-        self._forget()
+        self._reset()
 
     def guaranteed_steps(self, num_steps: int) -> int:
         """0 while requests wait, as each step looks for requests that may bypass the head; otherwise all
@@ -59,7 +59,7 @@ class Bypass(Reserve):
         """Called when a step begins to check the queue, at its head."""
         self._is_first = True
 
-    def lets_pass(self, request: Request, num_free: int) -> bool:
+    def allows_bypass(self, request: Request, num_free: int) -> bool:
         """Whether requests behind `request`, which lacks blocks, may be admitted."""
         if self._is_first and request is not self._head:
             self._head, self._num_free_before = request, num_free

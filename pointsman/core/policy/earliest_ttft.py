@@ -58,9 +58,9 @@ class EarliestTTFT(Policy):
         self._every = every
         self._view: View | None = None
         self._ahead, self._late = _Ahead(self.deadline), _Late(self.deadline)
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._judged_at: float | None = None
         self._took_late = False
         self._num_since_late = 0
@@ -68,7 +68,7 @@ class EarliestTTFT(Policy):
 
     def attach(self, view: View) -> None:
         self._view = view
-        self._begin()
+        self._reset()
 
     def guaranteed_steps(self, num_steps: int) -> int:
         """0 if the head of the queue is on time, since it may be late in the next step; otherwise all `num_steps`."""
@@ -119,15 +119,15 @@ class EarliestTTFT(Policy):
 
     def put_back(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._ahead.push(request)  # the next call of `_judge` moves it if it is late
+            self._ahead.push(request)  # the next call of `_move_late_requests` moves it if it is late
 
     def peek(self) -> Request:
-        self._judge()
-        return self._next().peek()
+        self._move_late_requests()
+        return self._heap_of_head().peek()
 
     def pop(self) -> Request:
-        self._judge()
-        heap = self._next()
+        self._move_late_requests()
+        heap = self._heap_of_head()
         self._took_late = heap is self._late
         request = heap.pop()
         if len(self):
@@ -138,7 +138,7 @@ class EarliestTTFT(Policy):
         self._heap_of(request).remove(request)
 
     def position(self, request: Request) -> int:
-        heap, first = self._heap_of(request), self._next()
+        heap, first = self._heap_of(request), self._heap_of_head()
         place = heap.position(request)
         if heap is first:
             return place if heap is self._ahead or place == 0 else place + len(self._ahead)
@@ -151,14 +151,14 @@ class EarliestTTFT(Policy):
         assert entry is not None
         return self._late if entry[0] == _LATE else self._ahead
 
-    def _next(self) -> FirstComeFirstServed:
+    def _heap_of_head(self) -> FirstComeFirstServed:
         """The heap (`_ahead` or `_late`) whose first request is the head of the queue."""
         ahead, late = self._ahead, self._late
         if not len(late) or (len(ahead) and ahead.top[0] == _RESUMED):
             return ahead
         return late if not len(ahead) or self._num_since_late >= self._every - 1 else ahead
 
-    def _judge(self) -> None:
+    def _move_late_requests(self) -> None:
         """Move late requests from `_ahead` to `_late` until the head of `_ahead` is on time. Acts only once in a step,
         and again after each admission, so that calls between steps change nothing."""
         assert self._view is not None

@@ -84,25 +84,25 @@ class EncoderCache(Limit):
 
     # ------------------------------------------------------------------ the step
 
-    def open(self, step_id: int, now: float) -> None:
+    def begin_step(self, step_id: int, now: float) -> None:
         """Begin a step: reset the encoder budget, and release the entries of inputs that rows have passed."""
         self._step_id, self._now = step_id, now
         self._waited, self._waiting = self._waiting, {}
         if self._budget < self._full_budget:
             self._budget = self._full_budget
             self.revision += 1
-        for request in sorted(self._holds, key=_serial):  # in admission order
+        for request in sorted(self._holds, key=_admission_serial):  # in admission order
             computed = request._state.num_computed_tokens
             self._release_inputs(
                 request, [item for item in self._holds[request] if item.start < computed < item.start + item.length]
             )
 
-    def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
+    def end_step(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
         """End a step. Returns the encoder inputs that the step computes, as (request, index of the input), and the
         entries to free before the step."""
         while self.num_used > self.size:
             entry = next(iter(self._idle))
-            self._drop(entry)
+            self._remove_idle_entry(entry)
             self.counts.evicted += entry.num_embeddings
         computed, freed = tuple(self._computed), tuple(self._freed)
         self._computed, self._freed = [], {}
@@ -125,17 +125,17 @@ class EncoderCache(Limit):
         ):
             tokens, blocked = 0, None
             if available + num_cut > 0:
-                tokens, blocked = plan.reach(requests[index], start, min(most, available + num_cut))
+                tokens, blocked = plan.num_computable_tokens(requests[index], start, min(most, available + num_cut))
             granted.append(tokens)
             num_cut += most - tokens
             if blocked is not None and tokens == 0:
-                self._note_wait(requests[index], blocked)
+                self._record_wait(requests[index], blocked)
         want[reaching] = granted
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not request._state.encoder_inputs:
             return want
-        tokens, blocked = _Plan(self).reach(request, start, want)
+        tokens, blocked = _Plan(self).num_computable_tokens(request, start, want)
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
         if blocked is not None and (whole or tokens == 0):
             return blocked._replace(blocks_queue=request._state.num_bypassed >= self._max_bypasses)
@@ -152,7 +152,7 @@ class EncoderCache(Limit):
             if first >= end:
                 break
             if first + length > start and item.reads(start, end) and item not in held:
-                self._hold(request, index, item)
+                self._hold_entry(request, index, item)
 
     def guaranteed_steps(self, num_steps: int) -> int:
         """0, as every step resets the encoder budget, and releases embeddings that rows have passed."""
@@ -164,7 +164,7 @@ class EncoderCache(Limit):
         plan = _Plan(self)
         requests = {int(row): member for row, member in zip(batch.members.rows, batch.members.requests, strict=True)}
         for row, tokens in zip(rows.tolist(), want.tolist(), strict=True):
-            plan.reach(requests[row], int(batch.num_computed_tokens[row]), tokens)
+            plan.num_computable_tokens(requests[row], int(batch.num_computed_tokens[row]), tokens)
         sizes = [entry.num_embeddings for entry in {item.entry for item in request.encoder_inputs}]
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
         return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.available)
@@ -177,14 +177,14 @@ class EncoderCache(Limit):
         if request in self._holds:
             self._release_inputs(request, [])
 
-    def void(self, first_step: int, freed: list[EncoderEntry]) -> None:
+    def undo_steps(self, first_step: int, freed: list[EncoderEntry]) -> None:
         """Undo the step `first_step` and all later steps, which are void. `freed` has the entries that the outputs of
         these steps freed."""
         self._waiting.clear()
         for request in list(self._holds):
             self._release_inputs(request, [])
         for entry in [entry for entry, (step, _) in self._origin.items() if step >= first_step]:
-            self._drop(entry)
+            self._remove_idle_entry(entry)
         self._freed = dict.fromkeys([*freed, *self._freed])
 
     def retract(self, request: Request, first_step: int) -> None:
@@ -201,7 +201,7 @@ class EncoderCache(Limit):
         for request in list(self._holds):
             self._release_inputs(request, [item for item in self._holds[request] if item.entry not in entries])
         for entry in [entry for entry in self._origin if entry in entries]:
-            self._drop(entry)
+            self._remove_idle_entry(entry)
 
     # ------------------------------------------------------------------ parts
 
@@ -224,19 +224,19 @@ class EncoderCache(Limit):
         return list(self._holds)
 
     def holds(self, request: Request) -> list[EncoderInput]:
-        """The encoder inputs whose entries a request holds."""
+        """The encoder inputs of a request whose cache entries its row holds."""
         return list(self._holds.get(request, ()))
 
     def entries(self) -> list[EncoderEntry]:
         """All cached entries."""
         return list(self._origin)
 
-    def _note_wait(self, request: Request, blocked: Deferral) -> None:
+    def _record_wait(self, request: Request, blocked: Deferral) -> None:
         before = self._waited.get(request)
         since = before[1] if before is not None and before[0].reason is blocked.reason else self._now
         self._waiting[request] = (blocked, since)
 
-    def _hold(self, request: Request, index: int, item: EncoderInput) -> None:
+    def _hold_entry(self, request: Request, index: int, item: EncoderInput) -> None:
         entry = item.entry
         size = entry.num_embeddings
         self.revision += 1
@@ -271,9 +271,9 @@ class EncoderCache(Limit):
                 self.num_held -= entry.num_embeddings
                 self._idle[entry] = None
                 if not self._keeps:
-                    self._drop(entry)
+                    self._remove_idle_entry(entry)
 
-    def _drop(self, entry: EncoderEntry) -> None:
+    def _remove_idle_entry(self, entry: EncoderEntry) -> None:
         """Remove an entry that no row holds."""
         del self._idle[entry], self._origin[entry]
         self.revision += 1
@@ -281,7 +281,7 @@ class EncoderCache(Limit):
         self.num_used -= entry.num_embeddings
 
 
-def _serial(request: Request) -> int:
+def _admission_serial(request: Request) -> int:
     return request._state.serial
 
 
@@ -295,7 +295,7 @@ class _Plan:
         self.budget = cache.budget
         self.available = cache.size - cache.num_held
 
-    def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
+    def num_computable_tokens(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
         """Returns how many of `want` tokens from position `start` on the request can compute, and the deferral of the
         remaining tokens. The deferral is None if no token remains, or if the chunk ends before an input that may not be
         split."""

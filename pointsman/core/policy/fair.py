@@ -60,19 +60,19 @@ class _Tenant:
         self.queue = FirstComeFirstServed()
         self.entry: _Entry | None = None  # None while the queue is empty
 
-    def serve(self, cost: int) -> None:
+    def add_cost(self, cost: int) -> None:
         """Add a cost to the counter; a negative cost corrects it."""
         self.base += cost
 
-    def runs(self, change: int) -> None:
+    def change_num_running(self, change: int) -> None:
         """Add `change` to the number of running requests."""
         self.num_running += change
 
-    def admitted(self, change: int) -> None:
+    def change_num_requests(self, change: int) -> None:
         """Add `change` to the number of admitted requests that have not finished."""
         self.num_requests += change
 
-    def wait_at(self, entry: _Entry | None) -> None:
+    def set_entry(self, entry: _Entry | None) -> None:
         """Set the tenant's entry in the heap of waiting tenants; None: no request of the tenant waits."""
         self.entry = entry
 
@@ -87,7 +87,7 @@ class _Entry:
         self.counter = counter
         self.since = since
 
-    def rise(self, counter: int) -> None:
+    def raise_key(self, counter: int) -> None:
         """Raise the key to `counter`."""
         self.counter = counter
 
@@ -111,23 +111,23 @@ class _Run:
         self.charge = 0
         """The cost of the request's last admission."""
 
-    def start(self, row: int, num_prompt: int, charge: int) -> None:
+    def count_admission(self, row: int, num_prompt: int, charge: int) -> None:
         """Count the admission of the request: add `charge` to the counter of the tenant."""
         self.row, self.num_prompt, self.charge = row, num_prompt, charge
-        self.tenant.serve(charge)
-        self.tenant.runs(1)
+        self.tenant.add_cost(charge)
+        self.tenant.change_num_running(1)
 
-    def leave(self, num_known: int, num_counted: int) -> None:
-        """Count the request's known tokens beyond `num_counted`, as it loses its row."""
+    def count_lost_row(self, num_known: int, num_counted: int) -> None:
+        """When the request loses its row: count its known tokens beyond `num_counted` for its tenant."""
         self.counted = num_known
-        self.tenant.serve((num_known - num_counted) * self.tenant.output_cost)
-        self.tenant.runs(-1)
+        self.tenant.add_cost((num_known - num_counted) * self.tenant.output_cost)
+        self.tenant.change_num_running(-1)
         self.row = None
 
-    def take_back(self) -> None:
+    def undo_admission(self) -> None:
         """Undo the count of the request's last admission."""
-        self.tenant.serve(-self.charge)
-        self.tenant.runs(-1)
+        self.tenant.add_cost(-self.charge)
+        self.tenant.change_num_running(-1)
         self.row, self.num_prompt = None, 0
 
 
@@ -162,9 +162,9 @@ class Fair(Policy):
         self._input_weight, self._output_weight = input_weight, output_weight
         self._weights = read_weights(weights)
         self._view: View | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._free_numbers: list[int] = []
         self._outputs: Int64Array = np.zeros(_INITIAL, dtype=np.int64)  # output tokens of each tenant, by number
@@ -185,13 +185,13 @@ class Fair(Policy):
 
     def attach(self, view: View) -> None:
         self._view = view
-        self._begin()
+        self._reset()
 
     def guaranteed_steps(self, num_steps: int) -> int:
         """The number of steps in which the tenant that is now next stays next, even if only its own counter grows."""
         if self._num_waiting_tenants <= 1:
             return num_steps
-        first = self._first()
+        first = self._lowest_entry()
         growth = first.tenant.num_running * first.tenant.output_cost  # per step
         if not growth:
             return num_steps
@@ -204,13 +204,13 @@ class Fair(Policy):
         """The counter of a tenant, in tokens of weight 1; 0 for an unknown or removed tenant."""
         self._count_outputs()
         known = self._tenants.get(tenant)
-        return 0.0 if known is None else self._counter(known) / UNIT
+        return 0.0 if known is None else self._counter_of(known) / UNIT
 
     def reason(self, request: Request) -> str:
         """Why the request is not the head of the queue, in words; "": the only reason is that other requests of its
         tenant are before it."""
-        tenant, first = self._tenants[request.tenant], self._first().tenant
-        more = (self._counter(tenant) - self._counter(first)) // UNIT
+        tenant, first = self._tenants[request.tenant], self._lowest_entry().tenant
+        more = (self._counter_of(tenant) - self._counter_of(first)) // UNIT
         if tenant is first or more < 1:
             return ""
         return f"{_tenant_in_words(tenant)} has had {more:,} tokens more than {_tenant_in_words(first)}"
@@ -231,30 +231,30 @@ class Fair(Policy):
         tenant = self._tenants.get(request.tenant) or self._new_tenant(request.tenant)
         run = self._runs.get(request)
         if run is not None and run.row is not None:
-            self._take_back(request, run)
+            self._undo_admission(request, run)
         elif tenant.entry is None:
-            lifted = self._lift(tenant)
+            lifted = self._raise_counter(tenant)
             if self._num_steps:
                 self._entered[tenant] = self._entered.get(tenant, 0) + lifted
-        self._insert(tenant, request)
+        self._insert_request(tenant, request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
         for request in reversed(requests):
-            self._insert(self._tenants[request.tenant], request)
+            self._insert_request(self._tenants[request.tenant], request)
 
     def peek(self) -> Request:
-        return self._first().tenant.queue.peek()
+        return self._lowest_entry().tenant.queue.peek()
 
     def pop(self) -> Request:
-        tenant = self._first().tenant
+        tenant = self._lowest_entry().tenant
         request = tenant.queue.pop()
-        self._left_queue(tenant)
+        self._note_departure(tenant)
         return request
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.queue.remove(request)
-        self._left_queue(tenant)
+        self._note_departure(tenant)
 
     def position(self, request: Request) -> int:
         """The number of requests before `request` with the present counters: all queued requests of tenants served
@@ -263,36 +263,36 @@ class Fair(Policy):
         own = self._tenants[request.tenant]
         entry = own.entry
         assert entry is not None
-        place = (self._counter(own), entry.since)
+        place = (self._counter_of(own), entry.since)
         others = [t for t in self._tenants.values() if t.entry is not None and t is not own]
-        before = sum(len(t.queue) for t in others if t.entry and (self._counter(t), t.entry.since) < place)
+        before = sum(len(t.queue) for t in others if t.entry and (self._counter_of(t), t.entry.since) < place)
         return before + own.queue.position(request)
 
-    def _insert(self, tenant: _Tenant, request: Request) -> None:
+    def _insert_request(self, tenant: _Tenant, request: Request) -> None:
         if tenant.entry is None:
             self._num_entered += 1
             self._num_waiting_tenants += 1
-            self._enter(tenant, self._num_entered)
+            self._push_entry(tenant, self._num_entered)
         tenant.queue.push(request)
         self._length += 1
 
-    def _left_queue(self, tenant: _Tenant) -> None:
+    def _note_departure(self, tenant: _Tenant) -> None:
         """Update the queue lengths after a request has left the queue of a tenant."""
         self._length -= 1
         if not len(tenant.queue):
-            tenant.wait_at(None)
+            tenant.set_entry(None)
             self._num_waiting_tenants -= 1
             self._last = tenant
             if len(self._heap) > 2 * self._num_waiting_tenants + _MIN_KEPT:
                 self._heap = [entry for entry in self._heap if entry.tenant.entry is entry]
                 heapq.heapify(self._heap)
 
-    def _enter(self, tenant: _Tenant, since: int) -> None:
-        entry = _Entry(tenant, self._counter(tenant), since)
-        tenant.wait_at(entry)
+    def _push_entry(self, tenant: _Tenant, since: int) -> None:
+        entry = _Entry(tenant, self._counter_of(tenant), since)
+        tenant.set_entry(entry)
         heapq.heappush(self._heap, entry)
 
-    def _first(self) -> _Entry:
+    def _lowest_entry(self) -> _Entry:
         """The heap entry of the next tenant, after an update of the counters. At least one tenant must wait."""
         if self._num_waiting_tenants > 1:
             self._count_outputs()
@@ -307,15 +307,15 @@ class Fair(Policy):
             if entry.tenant.entry is not entry:
                 heapq.heappop(heap)
                 continue
-            counter = self._counter(entry.tenant)
+            counter = self._counter_of(entry.tenant)
             if counter == entry.counter:
                 return entry
-            entry.rise(counter)
+            entry.raise_key(counter)
             heapq.heapreplace(heap, entry)
 
     # ------------------------------------------------------------------ counting
 
-    def _counter(self, tenant: _Tenant) -> int:
+    def _counter_of(self, tenant: _Tenant) -> int:
         return tenant.base + int(self._outputs[tenant.number]) * tenant.output_cost
 
     def _count_outputs(self) -> None:
@@ -325,7 +325,7 @@ class Fair(Policy):
             return
         known = view.num_tokens
         if rows is not self._rows:  # the columns stay valid while the same requests run
-            self._store()
+            self._store_counted()
             self._rows, self._owners, self._known = rows, self._owner[rows], self._counted[rows]
         new = known - self._known
         if np.count_nonzero(new):
@@ -334,86 +334,86 @@ class Fair(Policy):
             sums = np.bincount(self._owners, weights=new, minlength=len(self._outputs))
             self._outputs += sums.astype(np.int64)
 
-    def _store(self) -> None:
-        """Write the counted tokens back to `_counted`, before another request gets one of the rows."""
+    def _store_counted(self) -> None:
+        """Write the number of counted tokens of each row back to `_counted`, before another request gets a row."""
         if self._rows is not None:
             self._counted[self._rows] = self._known
             self._rows = None
 
     def on_admitted(self, event: Admitted) -> None:
         request = event.request
-        self._store()
+        self._store_counted()
         run = self._runs.get(request)
         if run is None:
             run = self._runs[request] = _Run(self._tenants[request.tenant])
-            run.tenant.admitted(1)
+            run.tenant.change_num_requests(1)
         tenant, row, known = run.tenant, request.row, request.num_tokens
         assert row is not None
         if request.num_prompt_tokens == run.num_prompt:  # new tokens are samples that arrived without a row
             charge = (known - run.counted) * tenant.output_cost
         else:
             charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
-        run.start(row, request.num_prompt_tokens, charge)
+        run.count_admission(row, request.num_prompt_tokens, charge)
         while row >= len(self._owner):
             self._counted = np.concatenate([self._counted, np.zeros_like(self._counted)])
             self._owner = np.concatenate([self._owner, np.zeros_like(self._owner)])
         self._counted[row], self._owner[row] = known, tenant.number
 
     def on_preempted(self, event: Preempted) -> None:
-        self._leave_row(event.request)
+        self._count_lost_row(event.request)
 
     def on_parked(self, request: Request, now: float) -> None:
-        self._leave_row(request)
+        self._count_lost_row(request)
 
     def on_finished(self, request: Request, now: float) -> None:
-        self._leave_row(request)
+        self._count_lost_row(request)
         run = self._runs.pop(request, None)
         if run is not None:
-            run.tenant.admitted(-1)
+            run.tenant.change_num_requests(-1)
 
     def on_step(self, step: StepDecision) -> None:
         self._num_steps += 1
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Lift again the tenants that began to wait while a step was in flight, now that the output tokens of the step
-        are counted."""
+        """Raise again the counters of tenants that began to wait while a step was in flight, now that the output tokens
+        of the step are counted."""
         self._num_steps -= 1
         if self._entered:
             entered, self._entered = self._entered, {}
             places = [(tenant, tenant.entry.since) for tenant in entered if tenant.entry is not None]
             for tenant, _ in places:
-                tenant.wait_at(None)
-                tenant.serve(-entered[tenant])
+                tenant.set_entry(None)
+                tenant.add_cost(-entered[tenant])
             self._num_waiting_tenants -= len(places)
             for tenant, since in places:
-                self._lift(tenant)
+                self._raise_counter(tenant)
                 self._num_waiting_tenants += 1
-                self._enter(tenant, since)
+                self._push_entry(tenant, since)
 
     def on_failed(self, num_steps: int, now: float) -> None:
         self._num_steps -= num_steps
 
     def on_steps(self, run: StepRun) -> None:
-        """Does nothing: `on_step` did not count these steps as in flight."""
+        """Does nothing: steps of a fast-forward are never counted as in flight."""
 
-    def _leave_row(self, request: Request) -> None:
+    def _count_lost_row(self, request: Request) -> None:
         """Count the tokens of a request that loses its row."""
         run = self._runs.get(request)
         if run is None or run.row is None:
             return
-        self._store()
-        run.leave(request.num_tokens, int(self._counted[run.row]))
+        self._store_counted()
+        run.count_lost_row(request.num_tokens, int(self._counted[run.row]))
 
-    def _take_back(self, request: Request, run: _Run) -> None:
-        """Take back the counts of an admission that a failed step undoes."""
-        self._store()
+    def _undo_admission(self, request: Request, run: _Run) -> None:
+        """Undo what was counted for an admission, because the admission's step failed."""
+        self._store_counted()
         tenant = run.tenant
-        run.take_back()
+        run.undo_admission()
         if run.counted == 0:  # its first admission
             del self._runs[request]
-            tenant.admitted(-1)
+            tenant.change_num_requests(-1)
         if tenant.entry is not None:  # the counter has decreased: the entry's key is too high
-            self._enter(tenant, tenant.entry.since)
+            self._push_entry(tenant, tenant.entry.since)
 
     # ------------------------------------------------------------------ tenants
 
@@ -426,7 +426,7 @@ class Fair(Policy):
         tenant = self._tenants[name] = _Tenant(name, number, *costs)
         return tenant
 
-    def _lift(self, tenant: _Tenant) -> int:
+    def _raise_counter(self, tenant: _Tenant) -> int:
         """Raise the counter of a tenant that begins to wait to the lowest counter of waiting tenants. Returns the
         increase."""
         self._count_outputs()
@@ -434,19 +434,19 @@ class Fair(Policy):
         if self._num_waiting_tenants:
             level = self._valid_top().counter
         elif self._last is not None:
-            level = self._counter(self._last)
-        lifted = max(0, level - self._counter(tenant))
-        tenant.serve(lifted)
+            level = self._counter_of(self._last)
+        lifted = max(0, level - self._counter_of(tenant))
+        tenant.add_cost(lifted)
         if len(self._tenants) > self._num_kept:
-            self._forget(level, tenant)
+            self._remove_idle_tenants(level, tenant)
         return lifted
 
-    def _forget(self, level: int, kept: _Tenant) -> None:
-        """Remove idle tenants, except `kept`, whose counters are at most `level`. When they wait again, they would be
-        lifted to this level or more anyway, as it only rises."""
+    def _remove_idle_tenants(self, level: int, kept: _Tenant) -> None:
+        """Remove idle tenants, except `kept`, whose counters are at most `level`. When such a tenant waits again, its
+        counter would be raised to this level or more anyway, as the level only rises."""
         for tenant in list(self._tenants.values()):
             is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
-            if is_idle and tenant is not kept and self._counter(tenant) <= level:
+            if is_idle and tenant is not kept and self._counter_of(tenant) <= level:
                 del self._tenants[tenant.name]
                 self._outputs[tenant.number] = 0
                 self._free_numbers.append(tenant.number)
@@ -468,10 +468,11 @@ def read_weights(text: str) -> dict[str, float]:
             value = 0.0
         if not name or not 1e-3 <= value <= 1e3:
             raise ConfigError(
-                f"weights of order 'fair' has {part!r}; write NAME/WEIGHT, like gold/4, with a weight of 0.001 to 1000"
+                f"weights of order 'fair' has the part {part!r}; write each part as NAME/WEIGHT, like gold/4, with a "
+                "weight of 0.001 to 1000"
             )
         if name in weights:
-            raise ConfigError(f"weights of order 'fair' names tenant {name!r} twice")
+            raise ConfigError(f"weights of order 'fair' names tenant {name!r} twice; give each tenant one weight")
         weights[name] = value
     return weights
 

@@ -80,7 +80,7 @@ class FirstComeFirstServed(Policy):
         if first and entry < first[-1]:
             insort(first, entry)
             if len(first) > MAX_SORTED:
-                self._unsort(MAX_SORTED // 2)
+                self._move_to_heap(MAX_SORTED // 2)
         elif not self._heap and len(first) < MAX_SORTED:
             first.append(entry)
         else:
@@ -115,7 +115,7 @@ class FirstComeFirstServed(Policy):
             found = [entry[-1] for entry in first[:count]]
         return found  # type: ignore[return-value]
 
-    def _unsort(self, count: int) -> None:
+    def _move_to_heap(self, count: int) -> None:
         """Move all but the first `count` requests from the sorted list to the heap."""
         for entry in self._sorted[count:]:
             heapq.heappush(self._heap, entry)

@@ -84,7 +84,7 @@ def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception 
 
 def head_of(queue: Order) -> Request:
     """The head of a queue that is not empty. Observers read it without changing the state of the queue."""
-    return queue.glance() if isinstance(queue, GuardedOrder) else queue.peek()
+    return queue.peek_without_failing() if isinstance(queue, GuardedOrder) else queue.peek()
 
 
 def replaced_among(policies: Iterable[Any]) -> tuple[Replaced, ...]:
@@ -120,13 +120,13 @@ class Guard:
             try:
                 self.policy.attach(view)
             except Exception as error:
-                self.replace_at_start(raised("attach", error), error)
+                self.replace_at_start(error_in_words("attach", error), error)
 
     def replace_at_start(self, error: str, cause: Exception | None) -> None:
         """Replace the policy before it decides anything. `log_start` logs the replacement, with the traceback of the
         cause."""
         self._cause = cause
-        self._replace(error)
+        self._replace_with_default(error)
 
     def log_start(self) -> None:
         """Log that the policy was replaced at the start, if it was replaced."""
@@ -134,8 +134,8 @@ class Guard:
         if cause is not None and self.replaced is not None:
             _log(
                 "error",
-                f"{self._described()} cannot be used ({self.replaced.error}), and {self._takeover()}; correct the "
-                "policy and start again",
+                f"{self._policy_in_words()} cannot be used ({self.replaced.error}), and {self._replacement_in_words()}"
+                "; correct the policy and start again",
                 cause,
             )
 
@@ -159,11 +159,11 @@ class Guard:
         if self._num_failures < max_failures:
             _log("warning", f"{failure} (failed step {self._num_failures}; it is replaced after {max_failures})", cause)
             return True
-        self._replace(failure.what)
+        self._replace_with_default(failure.what)
         _log(
             "error",
-            f"{failure}. It failed in {self._num_failures} steps, and {self._takeover()}; correct the policy and "
-            "start again",
+            f"{failure}. It failed in {self._num_failures} steps, and {self._replacement_in_words()}; correct the "
+            "policy and start again",
             cause,
         )
         return True
@@ -176,18 +176,18 @@ class Guard:
         """Forget a failure of a call outside a step, since the step repeats the call."""
         self._failure = None
 
-    def _described(self) -> str:
+    def _policy_in_words(self) -> str:
         return f"{self.kind} {self.spec!r}"
 
-    def _takeover(self) -> str:
+    def _replacement_in_words(self) -> str:
         return f"{self.policy.name or f'no {self.kind}'} decides in its place from now on"
 
-    def _default(self) -> Any:
+    def _make_default(self) -> Any:
         """The default policy of this kind, which can start from any state of the scheduler."""
         raise NotImplementedError
 
-    def _replace(self, error: str) -> None:
-        default = self._default()
+    def _replace_with_default(self, error: str) -> None:
+        default = self._make_default()
         self.replaced = Replaced(self.kind, self.spec, default.name, error)
         self._error = None
         if self._view is not None:
@@ -198,10 +198,10 @@ class Guard:
         """The result of the policy; 0 if the policy lacks this method, so that it is called in every step."""
         if not hasattr(self.policy, "guaranteed_steps"):
             return 0
-        answer = self._call("guaranteed_steps", num_steps)
+        answer = self._call_policy("guaranteed_steps", num_steps)
         if not isinstance(answer, int) or not 0 <= answer <= num_steps:
             raise self._broken_contract(
-                f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}"
+                f"guaranteed_steps({num_steps}) returned {answer!r}; it must return an integer from 0 to {num_steps}"
             )
         return answer
 
@@ -210,26 +210,26 @@ class Guard:
         step can fail."""
         return _as_listener(self)
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call_policy(self, method: str, *arguments: Any) -> Any:
         self._raise_pending_error()
         try:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
-            raise self._broken_contract(raised(method, error)) from error
+            raise self._broken_contract(error_in_words(method, error)) from error
 
     def _read_number(self, attribute: str) -> int:
         try:
             return int(getattr(self.policy, attribute))
         except Exception as error:
-            raise self._broken_contract(raised(attribute, error)) from error
+            raise self._broken_contract(error_in_words(attribute, error)) from error
 
-    def _notify(self, method: str, *arguments: Any) -> None:
-        """Like `_call`, but an error is raised later, at the next call of the policy in a step, since only a step can
-        fail."""
+    def _notify_policy(self, method: str, *arguments: Any) -> None:
+        """Like `_call_policy`, but an error is raised later, at the next call of the policy in a step, since only a
+        step can fail."""
         try:
             getattr(self.policy, method)(*arguments)
         except Exception as error:
-            self.fail_next(raised(method, error), error)
+            self.fail_next(error_in_words(method, error), error)
 
     def _raise_pending_error(self) -> None:
         if self._error is not None:
@@ -246,7 +246,7 @@ class Guard:
         return self._failure
 
     def _make_error(self, what: str) -> PolicyError:
-        return PolicyError(f"{self._described()}: {what}. The step failed and no request is lost", what)
+        return PolicyError(f"{self._policy_in_words()}: {what}. The step failed and no request is lost", what)
 
 
 class GuardedOrder(Guard):
@@ -262,13 +262,13 @@ class GuardedOrder(Guard):
 
     def push(self, request: Request) -> None:
         self._queued[request] = None
-        self._insert("push", request, [request])
+        self._queue_requests("push", request, [request])
 
     def put_back(self, requests: Sequence[Request]) -> None:
         self._queued |= dict.fromkeys(requests)
-        self._insert("put_back", requests, requests)
+        self._queue_requests("put_back", requests, requests)
 
-    def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
+    def _queue_requests(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
         """Queue the `requests` by calling `method` of the policy with `argument`. They are queued even if the policy
         fails. Requests that the policy may have lost come first, by arrival."""
         if self._strays:  # a request returning from a failed step may have arrived before a stray
@@ -278,7 +278,7 @@ class GuardedOrder(Guard):
             getattr(self.policy, method)(argument)
         except Exception as error:
             self._take_over_queue()
-            self.fail_next(raised(method, error), error)
+            self.fail_next(error_in_words(method, error), error)
 
     def _take_over_queue(self) -> None:
         """Take over all queued requests, as the state of the policy's queue is unknown after a failure. The guard then
@@ -294,13 +294,13 @@ class GuardedOrder(Guard):
         self._raise_pending_error()
         if self._strays:
             return min(self._strays, key=_arrival)
-        head = self._call("peek")
+        head = self._call_policy("peek")
         if not self._is_queued(head):
             self._take_over_queue()
-            raise self._broken_contract(f"peek returned {_head_in_words(head)}, which is not queued")
+            raise self._broken_contract(f"peek() returned {_head_in_words(head)}, which is not in the queue")
         return head  # type: ignore[no-any-return]
 
-    def glance(self) -> Request:
+    def peek_without_failing(self) -> Request:
         """Like `peek`, for an explanation. If the policy fails, the head is the oldest request. The call changes no
         state and fails no step, since calls between steps are in no recording."""
         with contextlib.suppress(Exception):
@@ -325,13 +325,16 @@ class GuardedOrder(Guard):
             self._remove_from_policy(expected)
         else:
             try:
-                head = self._call("pop")
+                head = self._call_policy("pop")
             except PolicyError:
                 self._take_over_queue()
                 raise
             if head is not expected:
                 self._take_over_queue()
-                raise self._broken_contract(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
+                raise self._broken_contract(
+                    f"pop() returned {_head_in_words(head)}, but peek() returned {_head_in_words(expected)}; both must "
+                    "return the head of the queue"
+                )
         del self._queued[expected]
         return expected
 
@@ -344,13 +347,13 @@ class GuardedOrder(Guard):
             self.policy.remove(request)
         except Exception as error:
             self._take_over_queue()
-            self.fail_next(raised("remove", error), error)
+            self.fail_next(error_in_words("remove", error), error)
 
-    def _default(self) -> Any:
+    def _make_default(self) -> Any:
         return _default_order(self)
 
-    def _replace(self, error: str) -> None:
-        super()._replace(error)
+    def _replace_with_default(self, error: str) -> None:
+        super()._replace_with_default(error)
         self._strays.clear()
         for request in sorted(self._queued, key=_arrival):
             request._state.queue_entry = None  # it was an entry of the replaced order
@@ -398,13 +401,13 @@ class GuardedVictim(Guard):
         on the order."""
         self._order = order
         if self.replaced is not None:
-            self._replace(self.replaced.error)
+            self._replace_with_default(self.replaced.error)
 
-    def _default(self) -> Any:
+    def _make_default(self) -> Any:
         return VICTIMS[default_victim(self._order)]()
 
     def choose(self, view: View, asking: int) -> int:
-        answer = self._call("choose", view, asking)
+        answer = self._call_policy("choose", view, asking)
         num_running = len(view.rows)
         try:
             index = answer.__index__()
@@ -412,7 +415,7 @@ class GuardedVictim(Guard):
             index = -1
         if not 0 <= index < num_running:
             raise self._broken_contract(
-                f"choose returned {answer!r}; it must be an index below {num_running}, of a running request"
+                f"choose() returned {answer!r}; it must return the index of a running request, below {num_running}"
             )
         return int(index)
 
@@ -431,7 +434,7 @@ class GuardedReserve(Guard):
         super().__init__(policy)
         self.reason = policy.reason
 
-    def _default(self) -> Any:
+    def _make_default(self) -> Any:
         return _NoReserve()
 
     @property
@@ -441,9 +444,9 @@ class GuardedReserve(Guard):
         return self._read_number("num_changes")
 
     def blocks(self, request: Request, demand: Any, view: View) -> int:
-        answer = self._call("blocks", request, demand, view)
+        answer = self._call_policy("blocks", request, demand, view)
         if not isinstance(answer, int) or answer < 0:
-            raise self._broken_contract(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
+            raise self._broken_contract(f"blocks() returned {answer!r}; it must return a number of blocks, at least 0")
         return answer
 
 
@@ -459,7 +462,7 @@ class GuardedLimit(Guard, Limit):
         if hasattr(policy, "step_budget"):
             self.step_budget = self._step_budget
 
-    def _default(self) -> Any:
+    def _make_default(self) -> Any:
         return Limit()
 
     @property
@@ -476,41 +479,46 @@ class GuardedLimit(Guard, Limit):
         )
 
     def open_step(self, num_requests: int) -> None:
-        self._notify("open_step", num_requests)
+        self._notify_policy("open_step", num_requests)
 
     def open_queue(self) -> None:
-        self._call("open_queue")
+        self._call_policy("open_queue")
 
     def _step_budget(self, most: int, view: View) -> int:
         if self.replaced:
             return most
-        answer = self._call("step_budget", most, view)
+        answer = self._call_policy("step_budget", most, view)
         if not isinstance(answer, int) or answer > most:
-            raise self._broken_contract(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
+            raise self._broken_contract(
+                f"step_budget() returned {answer!r}; it must return an integer of at most {most}, in tokens"
+            )
         return answer
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
-        return bool(self._call("lacks_step_time", request, num_running, num_tokens))
+        return bool(self._call_policy("lacks_step_time", request, num_running, num_tokens))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         before = want.copy()
-        self._call("clip", batch, rows, want)
+        self._call_policy("clip", batch, rows, want)
         if np.any(want > before) or np.any(want < 0):
-            raise self._broken_contract("clip must only lower the tokens of rows, and not below 0")
+            raise self._broken_contract(
+                "clip() raised a row's number of tokens, or lowered it below 0; it may only lower it, to 0 or more"
+            )
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        answer = self._call("check", request, start, want, view)
+        answer = self._call_policy("check", request, start, want, view)
         if isinstance(answer, Deferral) or (isinstance(answer, int) and min(want, 1) <= answer <= want):
             return answer
         raise self._broken_contract(
-            f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral"
+            f"check() returned {answer!r} for a request with {want} uncomputed tokens; it must return 1 to {want} "
+            "tokens, or a Deferral"
         )
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        self._notify("commit", request, start, num_tokens)
+        self._notify_policy("commit", request, start, num_tokens)
 
     def release(self, request: Request) -> None:
-        self._notify("release", request)
+        self._notify_policy("release", request)
 
 
 class GuardedEviction(Guard):
@@ -523,9 +531,9 @@ class GuardedEviction(Guard):
         super().__init__(policy)
         self.share, self.per_tenant = policy.share, policy.per_tenant
         if not isinstance(self.share, (int, float)) or not 0 <= self.share <= 1:
-            raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be between 0 and 1")
+            raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be a number from 0 to 1")
 
-    def _default(self) -> Any:
+    def _make_default(self) -> Any:
         return LRU()
 
     def open_step(self) -> None:
@@ -533,13 +541,13 @@ class GuardedEviction(Guard):
         self._raise_pending_error()
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        self._notify("started", request, labels)
+        self._notify_policy("started", request, labels)
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         try:
             answer = self.policy.retained(request, num_blocks, now)
         except Exception as error:
-            self.fail_next(raised("retained", error), error)
+            self.fail_next(error_in_words("retained", error), error)
             return 0, now, 0
         try:
             count, until, label = answer
@@ -549,8 +557,8 @@ class GuardedEviction(Guard):
             is_sound = False
         if not is_sound:
             self.fail_next(
-                f"retained returned {answer!r}; it must be a number of blocks up to {num_blocks}, seconds, and a label "
-                f"from 0 to {MAX_INT}"
+                f"retained() returned {answer!r}; it must return a number of blocks up to {num_blocks}, a time in "
+                f"seconds, and a label from 0 to {MAX_INT}"
             )
             return 0, now, 0
         return int(count), float(until), int(label)
@@ -561,7 +569,7 @@ def _as_listener(guard: Guard) -> Policy:
     inner = guard.policy
 
     def safe(name: str) -> Callable[..., None]:
-        return lambda self, *arguments: guard._notify(name, *arguments)
+        return lambda self, *arguments: guard._notify_policy(name, *arguments)
 
     names = [name for name in dir(Policy) if name.startswith("on_")]
     own = {name: safe(name) for name in names if getattr(type(inner), name) is not getattr(Policy, name)}
@@ -569,7 +577,7 @@ def _as_listener(guard: Guard) -> Policy:
     return listener
 
 
-def raised(method: str, error: Exception) -> str:
+def error_in_words(method: str, error: Exception) -> str:
     """The text of an error that a policy's method raised."""
     return f"{method} raised {type(error).__name__}: {error}"
 

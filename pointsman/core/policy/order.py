@@ -74,10 +74,10 @@ class _ByPrefill(FirstComeFirstServed):
     def key(self, request: Request) -> tuple[Any, ...]:
         if request.status is RequestStatus.PREEMPTED:
             return (0, request.serial, request.sequence_number)
-        tokens = self._tokens(request)
+        tokens = self._num_compared_tokens(request)
         return (1, tokens + self._ageing * request.arrival_time, request.sequence_number, tokens)
 
-    def _tokens(self, request: Request) -> int:
+    def _num_compared_tokens(self, request: Request) -> int:
         raise NotImplementedError
 
     def _num_cached(self, request: Request) -> int:
@@ -113,7 +113,7 @@ class ShortestPrefill(_ByPrefill):
     def __init__(self, ageing: float = 15.0) -> None:
         super().__init__(ageing)
 
-    def _tokens(self, request: Request) -> int:
+    def _num_compared_tokens(self, request: Request) -> int:
         return max(1, request.num_tokens - self._num_cached(request))
 
     def reason(self, request: Request) -> str:
@@ -142,7 +142,7 @@ class LongestPrefix(_ByPrefill):
     def __init__(self, ageing: float = 100.0) -> None:
         super().__init__(ageing)
 
-    def _tokens(self, request: Request) -> int:
+    def _num_compared_tokens(self, request: Request) -> int:
         return -self._num_cached(request)
 
     def reason(self, request: Request) -> str:

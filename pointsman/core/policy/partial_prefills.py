@@ -33,19 +33,19 @@ class PartialPrefills(Gate):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if start + want >= request.num_tokens:
             return want
-        missing = self._missing(request, (self._batch.flags & PREFILLING) != 0)
+        missing = self._num_that_must_finish(request, (self._batch.flags & PREFILLING) != 0)
         if missing <= 0:
             return want
         return Deferral(Reason.PARTIAL_PREFILLS, missing, request.num_bypassed >= self._max_bypasses)
 
-    def has_place(self, request: Request, preempted_rows: npt.NDArray[np.int64]) -> bool:
+    def may_begin_prefill(self, request: Request, preempted_rows: npt.NDArray[np.int64]) -> bool:
         """Whether the request could begin a partial prefill if the requests in `preempted_rows` ([n] int64) were
         preempted."""
         partial = (self._batch.flags & PREFILLING) != 0
         partial[preempted_rows] = False
-        return self._missing(request, partial) <= 0
+        return self._num_that_must_finish(request, partial) <= 0
 
-    def _missing(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:
+    def _num_that_must_finish(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:
         """Number of partial prefills that must finish before the request may begin one, by the cap on all and, for a
         long prompt, the cap on long ones; 0 or less: the request may begin. `partial` ([rows] bool) is True for rows
         with a partial prefill."""

@@ -57,8 +57,8 @@ class PrefillGap(TargetItl):
     def __init__(self, seconds: float = 0.12, least: int = 32) -> None:
         super().__init__(seconds, least)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset(self) -> None:
+        super()._reset()
         self._is_open = False
         """Whether the step has the whole budget, since no request decodes in it."""
         self._measures_decode = False
@@ -75,7 +75,7 @@ class PrefillGap(TargetItl):
             was_slow, self._is_slow = self._is_slow, seconds > 2 * FAST * self._target
             if not (was_slow and self._is_slow):
                 return
-            self._forget()
+            self._reset()
         super().on_step_time(load, seconds)
 
     def step_budget(self, most: int, view: View) -> int:
@@ -89,8 +89,8 @@ class PrefillGap(TargetItl):
             return most
         return super().step_budget(most, view)
 
-    def _decide(self, most: int, view: View) -> int:
-        tokens = super()._decide(most, view)
+    def _decide_budget(self, most: int, view: View) -> int:
+        tokens = super()._decide_budget(most, view)
         num_requests = self._num_requests
         if tokens < most and num_requests > max(self.times.max_predicted_requests, GROWTH * self._num_measured):
             self._measures_decode, self._num_measured, self._key = True, num_requests, None
@@ -121,9 +121,9 @@ class PrefillGap(TargetItl):
         alone = times.decode_seconds(self._num_requests, self._num_future_tokens)
         return alone + times.prefill_seconds(num_tokens, deepest) <= FAST * self._target
 
-    def _for_prompts(self, left: float, alone: float, view: View) -> float:
+    def _prompt_seconds(self, remaining: float, decode_seconds: float, view: View) -> float:
         least = self.times.prefill_seconds(self._least + 0.5, 0)
-        return max(left, (UNREACHABLE - 1) * self.times.share * alone, least, MIN_SECONDS)
+        return max(remaining, (UNREACHABLE - 1) * self.times.share * decode_seconds, least, MIN_SECONDS)
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if self._measures_decode:
@@ -135,7 +135,7 @@ class PrefillGap(TargetItl):
         if self._is_open:
             return want
         if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
-            self._decide(view.budget, view)
+            self._decide_budget(view.budget, view)
         if self._measures_decode:
             return Deferral(Reason.BUDGET, 1)
         fitting = self.times.fitting_tokens(self._left, start)

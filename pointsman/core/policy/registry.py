@@ -22,7 +22,7 @@ from pointsman.core.errors import ConfigError
 from pointsman.core.knobs import policy_checks
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
-from pointsman.core.policy.guard import Replaced, guarded, in_place_of, is_own, raised
+from pointsman.core.policy.guard import Replaced, error_in_words, guarded, in_place_of, is_own
 from pointsman.core.policy.limits import LIMITS, LongPrefillThreshold
 from pointsman.core.policy.order import ORDERS
 from pointsman.core.policy.policy import Parameter, Policy, Value, spec_of, written
@@ -118,7 +118,9 @@ def _parse_spec(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Valu
     name, parameters = parsed(spec)
     policy = built_in(kind, name) or _installed_policy(kind, name)
     if policy is None:
-        raise ConfigError(f"no {kind} is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object")
+        raise ConfigError(
+            f"no {kind} policy is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object"
+        )
     return name, policy, checked(kind, name, policy.parameters, parameters)
 
 
@@ -129,8 +131,8 @@ def _check_object(kind: str, policy: Any) -> None:
     missing = [name for name in ("name", *KINDS[kind]) if not hasattr(policy, name)]
     if missing:
         raise ConfigError(
-            f"{kind} is {policy!r}, neither a name nor an object with the {kind.capitalize()} protocol: it has no "
-            f"{', '.join(missing)}"
+            f"{kind} is {policy!r}, neither a policy name nor an object with the {kind.capitalize()} protocol: the "
+            f"object has no {', '.join(missing)}"
         )
     own = built_in(kind, str(policy.name))
     if own is not None and type(policy) is not own:
@@ -153,7 +155,7 @@ def _build_guarded(
     except ConfigError:
         raise
     except Exception as error:
-        return in_place_of(kind, policy, spec, raised("its constructor", error), error)
+        return in_place_of(kind, policy, spec, error_in_words("its constructor", error), error)
 
 
 def _adopt_old_names(policy: Any) -> None:
@@ -187,14 +189,14 @@ def check_cuts(config: SchedulerConfig, limits: Sequence[Any]) -> None:
     """
     if not config.enable_chunked_prefill and any(limit.name == LongPrefillThreshold.name for limit in limits):
         raise ConfigError(
-            f"token limit {LongPrefillThreshold.name!r} cuts prompts, and enable_chunked_prefill is off; turn chunked "
-            "prefill on, or leave the limit out"
+            f"token_limits has {LongPrefillThreshold.name!r}, which cuts prompts, but enable_chunked_prefill is off; "
+            "turn enable_chunked_prefill on, or remove the limit"
         )
     setting = [limit for limit in limits if hasattr(limit, "step_budget")]
     if setting and (config.first_chunk_only or not config.enable_chunked_prefill):
         raise ConfigError(
-            f"token limit {setting[0].name!r} sets the budget of each step, so prompts must be cut to it; set "
-            "enable_chunked_prefill and leave first_chunk_only unset, or leave the limit out"
+            f"token_limits has {setting[0].name!r}, which cuts prompts to the token budget that it sets in each step; "
+            "turn enable_chunked_prefill on and first_chunk_only off, or remove the limit"
         )
 
 
@@ -209,7 +211,7 @@ def parsed(spec: str) -> tuple[str, dict[str, str]]:
     for part in rest.split(",") if rest else ():
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise ConfigError(f"policy {spec!r} has {part!r}; write name:key=value,key=value")
+            raise ConfigError(f"policy {spec!r} has the parameter {part!r}; write name:key=value,key=value")
         parameters[key.strip()] = value.strip()
     if not name.strip() or spec.endswith(":"):
         raise ConfigError(f"policy {spec!r} is incomplete; write name, or name:key=value,key=value")
@@ -277,7 +279,9 @@ def _installed_policy(kind: str, name: str) -> type[Policy] | None:
 def _load(entry: EntryPoint) -> type[Policy]:
     taken = next((kind for kind, policies in _BUILT_IN.items() if entry.name in policies), None)
     if taken is not None:
-        raise ConfigError(f"policy {entry.name!r} of {entry.value} has the name of a built-in {taken}; rename it")
+        raise ConfigError(
+            f"policy {entry.name!r} of {entry.value} has the name of a built-in {taken} policy; rename it"
+        )
     try:
         policy = entry.load()
     except Exception as error:
@@ -289,7 +293,7 @@ def _load(entry: EntryPoint) -> type[Policy]:
         )
     if policy.name != entry.name:
         raise ConfigError(
-            f"policy {entry.name!r} of {entry.value} has the name {policy.name!r}; give the class the name of its "
-            "entry point, by which recordings find it"
+            f"policy {entry.name!r} of {entry.value} has `name` {policy.name!r}; set `name` to {entry.name!r}, the "
+            "name of its entry point, since a replay finds the policy by it"
         )
     return policy

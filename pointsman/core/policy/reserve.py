@@ -90,7 +90,7 @@ class LetsPass(Protocol):
     bound: int
     """Maximum number of requests that bypass one waiting request."""
 
-    def lets_pass(self, request: Request, num_free: int) -> bool:
+    def allows_bypass(self, request: Request, num_free: int) -> bool:
         """Whether requests behind `request`, which lacks blocks, may be admitted."""
 
     def num_open(self, num_free: int) -> int:
@@ -122,7 +122,7 @@ class Shortage(NamedTuple):
             if enough <= num_free:
                 deferral: Deferral = new_tuple(Deferral, (reason, self.required - num_free, blocks_queue))
                 return deferral
-        raise AssertionError("the last rung requires no free block")
+        raise AssertionError("`rungs` has no pair with 0 blocks")
 
 
 class Reserves(Gate):
@@ -141,7 +141,7 @@ class Reserves(Gate):
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
         self.are_plain = not self._adaptive
         """Whether no reserve learns, and no reserve lets requests bypass others."""
-        passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
+        passing = [reserve for reserve in reserves if hasattr(reserve, "allows_bypass")]
         self.bypass: LetsPass | None = passing[0] if passing else None
         """The reserve that lets requests bypass a request that lacks blocks; None: such a request blocks the queue."""
         counting = [reserve for reserve in reserves if type(reserve) is FullSequence and reserve.counts_owed]
@@ -179,11 +179,11 @@ class Reserves(Gate):
         if shortage is None:
             if len(self._shortages) >= MAX_SHORTAGES:
                 self._shortages.clear()
-            shortage = self._shortages[key] = self._shortage(required, key)
+            shortage = self._shortages[key] = self._make_shortage(required, key)
         self.shortage = shortage
         return self.deferral(request, shortage, num_free)
 
-    def allow(self, request: Request, end: int, view: View) -> bool:
+    def has_enough_blocks(self, request: Request, end: int, view: View) -> bool:
         """Whether the first `end` tokens of the request fit beside every reserve."""
         return sum(self._requested_blocks(request, end, view)) <= view.num_free_blocks
 
@@ -195,7 +195,7 @@ class Reserves(Gate):
         demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
         return (first, *[each.blocks(request, demand, view) for each in self.policies])
 
-    def _shortage(self, required: int, asked: tuple[int, ...]) -> Shortage:
+    def _make_shortage(self, required: int, asked: tuple[int, ...]) -> Shortage:
         first, *others = asked
         rungs = [(required - blocks, each.reason) for blocks, each in zip(others, self.policies, strict=True)]
         if self.policies:
@@ -205,7 +205,7 @@ class Reserves(Gate):
 
     def deferral(self, request: Request, shortage: Shortage, num_free: int) -> Deferral:
         """The deferral of a request that lacks blocks: the reason, and whether other requests may bypass it."""
-        return shortage.deferral(num_free, self.bypass is None or not self.bypass.lets_pass(request, num_free))
+        return shortage.deferral(num_free, self.bypass is None or not self.bypass.allows_bypass(request, num_free))
 
     def required_blocks(self, request: Request, demand: Demand) -> int:
         """Number of free blocks that the admission of the request needs, all reserves included."""
@@ -288,12 +288,12 @@ class MeanDecodeReserve(DecodeReserve):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self._forget()
+        self._reset()
 
     def attach(self, view: View) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.num_tokens = 0
         self._lengths: deque[int] = deque(maxlen=MEAN_OVER)
         self._total = 0
@@ -355,13 +355,14 @@ class GrowthReserve(Reserve):
         self._scale = scale
         self._block_size = self._num_usable = 1
         self._has_cache = False
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest requests
         self._num_prompt = self._num_output = 0
         self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # prompt tokens of the request in each row
-        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # chance to finish by age, see `_tabulate`
+        # Chance to finish by age, see `_tabulate_finish_chances`.
+        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)
         self._ahead = self._width = 1  # in tokens: look-ahead of the chances, and width of an age class
         self._until_tabulated = self._until_counted = 0  # number of finishes; of finishes and preemptions
         self._growing = 0.0  # slots by which running requests grow within `_ahead`
@@ -374,7 +375,7 @@ class GrowthReserve(Reserve):
         self._view = view
         self._block_size, self._num_usable = view.block_size, view.num_usable_blocks
         self._has_cache = view.has_prefix_cache
-        self._forget()
+        self._reset()
 
     def guaranteed_steps(self, num_steps: int) -> int:
         """All `num_steps`, as no request finishes or joins the queue in these steps."""
@@ -401,12 +402,12 @@ class GrowthReserve(Reserve):
         if self._num_output:
             age = min(state.num_output_tokens // self._width, NUM_AGES)
             self._add_prediction(np.array([state.num_tokens]), np.array([age]))
-            self._adapt()
+            self._update_reserve()
 
     def on_preempted(self, event: Preempted) -> None:
         if self._num_output:
-            self._look_ahead()
-            self._adapt()
+            self._predict_growth()
+            self._update_reserve()
 
     def on_finished(self, request: Request, now: float) -> None:
         state = request._state
@@ -421,17 +422,17 @@ class GrowthReserve(Reserve):
         if self._num_output:
             self._until_tabulated -= 1
             if self._until_tabulated < 0:
-                self._tabulate(max(1, round(OUTLOOK * self._num_output / len(self._lengths))))
-            self._look_ahead()
-        self._adapt()
+                self._tabulate_finish_chances(max(1, round(OUTLOOK * self._num_output / len(self._lengths))))
+            self._predict_growth()
+        self._update_reserve()
 
-    def _adapt(self) -> None:
+    def _update_reserve(self) -> None:
         """Set the reserve from the learned values, and from the progress of running requests."""
         before = (self._most, self._enough)
-        self._most, self._enough = self._blocks() if self._num_output else (0, 1)
+        self._most, self._enough = self._blocks_to_reserve() if self._num_output else (0, 1)
         self._version += before != (self._most, self._enough)
 
-    def _blocks(self) -> tuple[int, int]:
+    def _blocks_to_reserve(self) -> tuple[int, int]:
         """The number of blocks to reserve, and the minimum number of waiting requests for which all of them are
         reserved. At least one of the latest outputs must not be empty."""
         size, pool = self._block_size, self._num_usable
@@ -454,7 +455,7 @@ class GrowthReserve(Reserve):
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
         return int(min(kept, MAX_KEPT * pool)), enough
 
-    def _look_ahead(self) -> None:
+    def _predict_growth(self) -> None:
         """Predict the growth and the releases of the running requests. With many running requests, only some calls make
         a new prediction."""
         self._until_counted -= 1
@@ -473,7 +474,7 @@ class GrowthReserve(Reserve):
         self._growing += float((slots(tokens + self._ahead) - slots(tokens)).sum())
         self._released += float(slots(tokens + self._ahead / 2) @ self._chances[ages])
 
-    def _tabulate(self, ahead: int) -> None:
+    def _tabulate_finish_chances(self, ahead: int) -> None:
         """Tabulate the chance that a request finishes within `ahead` tokens, by its output tokens so far."""
         outputs = np.sort(np.array([output for _, output in self._lengths]))
         self._until_tabulated = len(outputs) // 32

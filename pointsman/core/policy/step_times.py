@@ -182,7 +182,7 @@ class StepTimes:
 
     def _close_group(self) -> None:
         if self._group_size:
-            requests, context, seconds = group = self._group()
+            requests, context, seconds = group = self._mean_of_group()
             self._groups.append(group)
             predicted = self.decode_seconds(requests, context)
             is_beyond = GROWTH * requests > self._max_requests or GROWTH * context > self._max_context
@@ -192,7 +192,7 @@ class StepTimes:
         self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
 
-    def _group(self) -> tuple[float, float, float]:
+    def _mean_of_group(self) -> tuple[float, float, float]:
         """Mean requests, context tokens and seconds of the open group. The mean of the seconds excludes the slowest
         step if the group has more than 3 steps."""
         size, seconds = self._group_size, self._group_seconds
@@ -211,7 +211,7 @@ class StepTimes:
 
     def _fit_decode(self) -> None:
         self._num_new_groups = 0
-        groups = [*self._groups, self._group()] if self._group_size else list(self._groups)
+        groups = [*self._groups, self._mean_of_group()] if self._group_size else list(self._groups)
         if not groups:
             return
         known = np.array(groups).T

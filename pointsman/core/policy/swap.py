@@ -59,7 +59,7 @@ class Swap(Policy):
 
     # ------------------------------------------------------------------ one request
 
-    def preempted(self, request: Request, num_cached_tokens: int) -> Recovery:
+    def decide_recovery(self, request: Request, num_cached_tokens: int) -> Recovery:
         """Decide whether a preempted request swaps, and return the decision. The request has just released its blocks;
         `num_cached_tokens` of its tokens are still cached."""
         if not num_cached_tokens:
@@ -76,13 +76,13 @@ class Swap(Policy):
             self._watch_evictions(request, num_cached_tokens)
         return Recovery(swaps, num_cached_tokens, recompute, swap)
 
-    def waits_again(self, request: Request) -> None:
+    def watch_evictions_again(self, request: Request) -> None:
         """Undo `ended` for a request whose admission is void, so that it waits as before."""
         recovery = request._state.recovery
         if recovery is not None and recovery.swaps:
             self._watch_evictions(request, recovery.num_cached_tokens)
 
-    def ended(self, request: Request) -> None:
+    def stop_watching(self, request: Request) -> None:
         """Stop the reports of evictions of the request's blocks, since it runs again, or has finished."""
         keys, wanted = self._open.pop(request, ()), self._kv.wanted
         if wanted is None:
@@ -102,7 +102,7 @@ class Swap(Policy):
         """Forget all requests that swap, since the prefix cache was reset."""
         for request in list(self._open):
             request._state.recovery = None
-            self.ended(request)
+            self.stop_watching(request)
 
     def is_worth_loading(self, start: int, count: int, num_blocks: int) -> bool:
         """Whether loading `count` tokens from position `start` on (`num_blocks` blocks in host memory) is cheaper than
@@ -140,16 +140,16 @@ class Swap(Policy):
             return
         self._seconds = min(one.seconds / one.num_blocks for one in self._copies)
         for request in list(self._open):
-            self._reconsider(request)
+            self._stop_if_recompute_is_cheaper(request)
 
-    def _reconsider(self, request: Request) -> None:
+    def _stop_if_recompute_is_cheaper(self, request: Request) -> None:
         """Stop copying the blocks of a preempted request if recompute is cheaper by now."""
         recovery = request._state.recovery
         assert recovery is not None
         count = recovery.num_cached_tokens
         recompute = self._times.prefill_seconds(count, 0)
         if 0 < recompute < 2 * self._seconds * self._num_blocks(count):
-            self.ended(request)
+            self.stop_watching(request)
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         """Learn from the time of the step, less the time of its copies."""

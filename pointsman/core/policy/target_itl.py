@@ -76,9 +76,9 @@ class TargetItl(Limit):
 
     def __init__(self, seconds: float = 0.05, least: int = 64, patience: float = 10.0) -> None:
         self._target, self._least, self._patience = seconds, least, patience
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.times = StepTimes(self._target)
         self._num_departures = 0
         self._key: tuple[int, int] | None = None
@@ -104,7 +104,7 @@ class TargetItl(Limit):
 
     def attach(self, view: View) -> None:
         self._view = view
-        self._forget()
+        self._reset()
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         self.times.observe(load, seconds)
@@ -132,9 +132,9 @@ class TargetItl(Limit):
                 self._left, self._is_decided = self._left_at_first, True
                 return self._tokens
             self._key = key
-        return self._decide(most, view)
+        return self._decide_budget(most, view)
 
-    def _decide(self, most: int, view: View) -> int:
+    def _decide_budget(self, most: int, view: View) -> int:
         times = self.times
         times.refit()
         known, computed = view.num_tokens, view.num_computed_tokens
@@ -144,7 +144,7 @@ class TargetItl(Limit):
         num_context = int(np.add.reduce(computed)) + num_requests
         alone = times.decode_seconds(num_requests, num_context)
         beside = times.share * alone
-        left = self._for_prompts(limit - beside, alone, view)
+        left = self._prompt_seconds(limit - beside, alone, view)
         is_spread = left < limit - beside
         num_prefilling = view.num_prefilling
         has_queue = view.num_waiting > 0
@@ -181,19 +181,19 @@ class TargetItl(Limit):
         self.revision += 1
         return self._tokens
 
-    def _for_prompts(self, left: float, alone: float, view: View) -> float:
-        """The part of the `left` seconds that prompt tokens may use; less than `left` if prompt tokens are spread.
-        Decode alone takes `alone` seconds."""
+    def _prompt_seconds(self, remaining: float, decode_seconds: float, view: View) -> float:
+        """The part of the `remaining` seconds that prompt tokens may use; less than `remaining` if prompt tokens are
+        spread over steps. Decode alone takes `decode_seconds`."""
         has_queue = view.num_waiting > 0
         if has_queue and self._had_queue and not (self._was_checked or self._is_head_long):
             self._num_spread_steps = SCARCE_STEPS
         elif self._num_spread_steps:
             self._num_spread_steps -= 1
         if not (has_queue and self._num_spread_steps and len(view.rows) > 2 * view.num_prefilling):
-            return left
-        hidden = (1 - self.times.share) * alone  # reading for decode overlaps with prompt tokens
+            return remaining
+        hidden = (1 - self.times.share) * decode_seconds  # reading for decode overlaps with prompt tokens
         num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # 0.5: rounding down loses no token
-        return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), MIN_SPREAD * left))
+        return min(remaining, max(hidden, self.times.prefill_seconds(num_even, 0), MIN_SPREAD * remaining))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_prefilling == 0 and not self._view.num_waiting:
@@ -221,7 +221,7 @@ class TargetItl(Limit):
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
-            self._decide(view.budget, view)
+            self._decide_budget(view.budget, view)
         self._was_checked = True
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running or self._has_preempted:

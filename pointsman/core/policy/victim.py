@@ -78,24 +78,24 @@ class LeastCost(Policy):
         return num_steps
 
     def choose(self, view: View, asking: int) -> int:
-        may = (view.num_preemptions < self._max_preemptions).nonzero()[0]
-        if not len(may):
+        candidates = (view.num_preemptions < self._max_preemptions).nonzero()[0]
+        if not len(candidates):
             return len(view.rows) - 1
         if view.has_prefix_cache:
-            return self._latest_that_suffices(view, may)
-        frees = view.num_blocks[may]
+            return self._latest_that_frees_enough(view, candidates)
+        frees = view.num_blocks[candidates]
         enough = (frees >= min(view.num_missing_blocks, int(frees.max()))).nonzero()[0]
-        may = may[enough][::-1]  # among equals, the request admitted last
-        return int(may[view.num_computed_tokens[may].argmin()])
+        candidates = candidates[enough][::-1]  # among equals, the request admitted last
+        return int(candidates[view.num_computed_tokens[candidates].argmin()])
 
-    def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
-        """Index of the request admitted last, among the indices `may`, that frees enough blocks; if none does, of the
-        request that frees most blocks. A request that does not use the prefix cache is chosen only if none of `may`
-        uses it."""
+    def _latest_that_frees_enough(self, view: View, candidates: npt.NDArray[np.int64]) -> int:
+        """Index of the last admitted request among the indices `candidates` that frees enough blocks; if none does, of
+        the request that frees most blocks. A request that does not use the prefix cache is chosen only if no
+        candidate uses it."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1
-        for place in range(len(may) - 1, -1, -1):  # usually the first candidate suffices
-            index = may.item(place)
+        for place in range(len(candidates) - 1, -1, -1):  # usually the first candidate suffices
+            index = candidates.item(place)
             if not requests[index].reads_prefix_cache:
                 continue
             frees = view.own_blocks(index)
@@ -103,7 +103,7 @@ class LeastCost(Policy):
                 return index
             if frees > most:
                 best, most = index, frees
-        return best if best >= 0 else may.item(len(may) - 1)
+        return best if best >= 0 else candidates.item(len(candidates) - 1)
 
 
 VICTIMS: dict[str, type[Latest] | type[LowestPriority] | type[LeastCost]] = {

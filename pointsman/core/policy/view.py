@@ -61,11 +61,11 @@ class SchedulerView:
         """Set `budget`, `num_running` and `num_owed_blocks` before a waiting request is checked."""
         self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
 
-    def look_at(self, place: int) -> None:
+    def set_num_before(self, place: int) -> None:
         """Declare that the checked request has `place` requests before it in the queue."""
         self.num_before = place
 
-    def found(self, match: Match, num_shared_blocks: int) -> None:
+    def set_match(self, match: Match, num_shared_blocks: int) -> None:
         """Set the cached prefix of the checked request, and how many blocks of this prefix other requests hold."""
         self.match, self.num_shared_blocks = match, num_shared_blocks
 

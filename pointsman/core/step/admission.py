@@ -184,7 +184,7 @@ class Admission:
         skipped: list[tuple[Request, int]] = []  # each with the number of requests admitted before its check
         blocker: Request | None = None
         repeats = False  # whether the result of the previous step's search is still valid
-        closed = self._closed(advance.preempted)
+        closed = self._reason_closed(advance.preempted)
         self._batch_forms = False
         for open_queue in self._openers:
             open_queue()
@@ -195,7 +195,7 @@ class Admission:
         if search is not None:
             search.open()
         if self._loading is not None:
-            self._loading.open(step.preemptor, step.now)
+            self._loading.open_step(step.preemptor, step.now)
         try:
             while len(queue):
                 head = queue.peek()
@@ -212,16 +212,16 @@ class Admission:
                     verdict = self.check(head, budget, num_running, num_owed_blocks)
                 if isinstance(verdict, Deferral):
                     if not skipped:  # count one reason per step, that of the head of the queue
-                        step.blocked(verdict.reason)
-                    self._note(head, verdict, step.now)
+                        step.set_blocked_reason(verdict.reason)
+                    self._record_deferral(head, verdict, step.now)
                     if verdict.blocks_queue or len(skipped) >= MAX_SKIPPED:
                         blocker = head
                         self._batch_forms = verdict.reason is Reason.BUDGET
                         break
                     if search is not None and skipped:
-                        search.skip(head, own, len(admitted))
+                        search.record_skipped(head, own, len(admitted))
                     elif search is not None:
-                        repeats = self._none_passes(search, [], step, budget, num_running, num_owed_blocks)
+                        repeats = self._bypasses_nothing(search, [], step, budget, num_running, num_owed_blocks)
                         if repeats:
                             break
                         search.begin(head, self._kept if self._lacking else None, len(admitted))
@@ -231,17 +231,17 @@ class Admission:
                     self._loading.start(head, verdict, step)
                 else:
                     queue.pop()
-                    entry = self._start(head, verdict, step)
+                    entry = self._start_request(head, verdict, step)
                     admitted.append(entry)
                     budget -= verdict.charge
                     num_running += 1
-                    if search is not None and skipped and search.is_spent(len(admitted)):
+                    if search is not None and skipped and search.is_bypass_limit_reached(len(admitted)):
                         break
                     if not entry.samples:
                         num_owed_blocks += self._running.num_owed_of(entry.row)
                     if search is not None and skipped and len(queue):
                         popped = [request for request, _ in skipped]
-                        if self._none_passes(search, popped, step, budget, num_running, num_owed_blocks):
+                        if self._bypasses_nothing(search, popped, step, budget, num_running, num_owed_blocks):
                             repeats = True
                             break
         finally:  # an order, or a gate, may raise
@@ -261,7 +261,7 @@ class Admission:
         if self._newly_deferred:
             self._report_deferrals(step.now)
 
-    def _closed(self, preempted: bool) -> Reason | None:
+    def _reason_closed(self, preempted: bool) -> Reason | None:
         """Reason why the current step is closed to admissions; None: the step is open. `preempted`: whether the step
         preempted a request for memory."""
         if self.pause is not None:
@@ -279,7 +279,7 @@ class Admission:
         for request, num_before in skipped:
             request._state.add_bypasses(num_admitted - num_before)
 
-    def _note(self, request: Request, verdict: Deferral, now: float) -> None:
+    def _record_deferral(self, request: Request, verdict: Deferral, now: float) -> None:
         """Record why a request waits, and since when: since `now` if the reason has changed."""
         if verdict.reason is Reason.PAUSED:
             return  # the request keeps its earlier reason during a pause
@@ -294,7 +294,7 @@ class Admission:
             send(self._events.deferred, Deferred(request, reason, missing, holder, now))
         self._newly_deferred.clear()
 
-    def _start(self, request: Request, grant: Grant, step: StepRecord) -> AdmittedRequest:
+    def _start_request(self, request: Request, grant: Grant, step: StepRecord) -> AdmittedRequest:
         """Admit one request: allocate its blocks, a row and the tokens of its first chunk."""
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
@@ -396,7 +396,7 @@ class Admission:
         """Whether the limit never changes the number of blocks that a request needs."""
         return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
 
-    def _none_passes(
+    def _bypasses_nothing(
         self,
         search: Search,
         popped: list[Request],
@@ -422,20 +422,20 @@ class Admission:
         def check(request: Request, place: int) -> Need | None:
             if request._state.num_pending or request.adapter is not None:
                 return None
-            view.look_at(place)
+            view.set_num_before(place)
             try:
                 verdict = self._look_up_and_check(request)
                 if not isinstance(verdict, Deferral) or self._lacking is None:
                     return None
                 need = needs.keep(request, self._lacking)
             finally:
-                view.look_at(0)
+                view.set_num_before(0)
             if need is not None:
-                self._note(request, verdict, step.now)
+                self._record_deferral(request, verdict, step.now)
             return need
 
         def defer(request: Request, verdict: Deferral) -> None:
-            self._note(request, verdict, step.now)
+            self._record_deferral(request, verdict, step.now)
 
         is_done = search.scan(kept, popped, check, defer)
         self._kept, self._lacking = kept, kept.shortage
@@ -467,7 +467,7 @@ class Admission:
         request only decodes one token. None: the head may be admitted then, or only a lookup could prove that it stays
         blocked."""
         head = self._table.queue.peek()
-        state, closed = head._state, self._closed(False)
+        state, closed = head._state, self._reason_closed(False)
         if closed is Reason.PAUSED:
             return Standstill(closed, state.deferral)
         if state.deferral is None:
@@ -494,7 +494,7 @@ class Admission:
         min_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
         return Standstill(reason, None, shortage, min_free, outlasts_evictions)
 
-    def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
+    def record_standstill(self, blocked: Standstill | None, now: float, num_free: int) -> None:
         """Account for several steps in which the same request blocked the queue, for the reason `blocked`; None: the
         queue was empty. The last of these steps was scheduled at `now`, with `num_free` free blocks."""
         self._view.pass_time(now)
@@ -534,7 +534,7 @@ class Admission:
             match = kv.with_external(match, external.num_tokens)
         start = cached + external.num_tokens
         has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole
-        view.found(match, kv.pool.num_in_use(match.blocks) if has_shared else 0)
+        view.set_match(match, kv.pool.num_in_use(match.blocks) if has_shared else 0)
         if external.is_async:
             return self._check_load(request, start, match, external)
         known = state.num_tokens
@@ -547,14 +547,14 @@ class Admission:
         for gate in self._gates:
             answer = gate.check(request, start, want, view)
             if isinstance(answer, Deferral):
-                self._keep_verdict(request, gate)
+                self._store_verdict(request, gate)
                 return answer
             want = answer
         charge = min(known, view.budget) if self._charges_whole else want
         loaded = external.num_tokens
         if state.holding is not None:
             loaded = state.holding.num_external_blocks * kv.block_size
-        if padding and not self.gates.reserves.allow(request, start + want + padding, view):
+        if padding and not self.gates.reserves.has_enough_blocks(request, start + want + padding, view):
             padding = 0
         return Grant(match, want, start, charge + padding, loaded, padding)
 
@@ -575,11 +575,11 @@ class Admission:
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
-            self._keep_verdict(request, reserves)
+            self._store_verdict(request, reserves)
             return answer
         return Grant(match, 0, start, 0, external.num_tokens, is_async=True)
 
-    def _keep_verdict(self, request: Request, gate: Gate) -> None:
+    def _store_verdict(self, request: Request, gate: Gate) -> None:
         """Keep the verdict of a gate whose answer is valid until `_verdict_key` changes."""
         view, gates = self._view, self.gates
         if gate is not gates.reserves and gate is not gates.budget:

@@ -113,8 +113,8 @@ def assemble(
     own: KVCacheManager | None = None
     if config.has_kv_groups and kv_cache is not None:
         raise ConfigError(
-            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which has its own groups; "
-            "leave out one of them"
+            f"kv_groups has {len(config.kv_groups)} groups, but the kv_cache passed to the scheduler has its own "
+            "groups; leave out kv_groups or kv_cache"
         )
     if kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
@@ -138,7 +138,7 @@ def assemble(
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
     limits = [made("limit", limit) for limit in limits_of(config, ends, encoder)]
     reserves = [made("reserve", reserve) for reserve in reserves_of(config)]
-    budget.ask(tuple(limit for limit in limits if hasattr(limit, "step_budget")))
+    budget.set_policies(tuple(limit for limit in limits if hasattr(limit, "step_budget")))
     check_cuts(config, limits)
     gates = Gates(
         AdapterSlots(config),

@@ -73,7 +73,7 @@ class Drafts:
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
 
-    def updated(self, step_id: int) -> None:
+    def set_updated_step(self, step_id: int) -> None:
         """Set the newest step that was updated, after which drafts for an earlier step are stale."""
         self.last_updated_step = step_id
 
@@ -97,7 +97,9 @@ class Drafts:
         `in_flight`: whether another step is in flight.
         """
         if output.step_id > self.last_updated_step:
-            raise StepOrderError(f"drafts for step {output.step_id} cannot be proposed before its update")
+            raise StepOrderError(
+                f"drafts cannot be proposed for step {output.step_id} before its update; call propose() after update()"
+            )
         if output.step_id < self.last_updated_step:
             return 0
         batch, members = self._batch, self._batch.members
@@ -138,30 +140,30 @@ class Drafts:
 
     # ------------------------------------------------------------------ scheduling
 
-    def are_for(self, rows: Int64Array) -> bool:
+    def are_all_allowed_for(self, rows: Int64Array) -> bool:
         """Whether the waiting drafts are for exactly these rows, and `draft_table` allows all of the drafts."""
         if rows is not self._rows:
             return False
         return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
 
-    def granted(self) -> Int64Array:
+    def num_verified_tokens(self) -> Int64Array:
         """[drafted rows] number of tokens of each row in a step that verifies all waiting drafts."""
         equal = self._equal
         return equal.granted if self.counts is equal.counts else self.counts + ONE
 
-    def take_all(self) -> Int32Array:
+    def pop_all(self) -> Int32Array:
         """Return all waiting drafts, row after row; these drafts no longer wait."""
         self.forget()
         return self._token_ids
 
-    def wanted(self, rows: Int64Array) -> Int64Array:
+    def num_allowed(self, rows: Int64Array) -> Int64Array:
         """[rows] number of drafts that a step may verify for each row: the waiting drafts, limited by `draft_table`."""
         drafts = self._by_row_number(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
 
-    def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
+    def pop_drafts(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
         """Return the first `drafts` [rows] waiting drafts of each row, row after row; further waiting drafts of these
         rows are dropped."""
         total = int(drafts.sum())
@@ -193,12 +195,17 @@ class Drafts:
         most = self._config.num_draft_tokens
         given = flat_integers("counts", counts, ProposalError)
         if given.shape != output.rows.shape:
-            raise ProposalError(f"counts has shape {given.shape} and step {output.step_id} {output.num_rows} row(s)")
+            raise ProposalError(
+                f"counts has shape {given.shape}; give one number for each of the {output.num_rows} row(s) of step "
+                f"{output.step_id}"
+            )
         num_rows = len(given)
         fewest, highest = (given.item(given.argmin()), given.item(given.argmax())) if num_rows else (0, 0)
         if fewest < 0 or highest > most:
             bad = fewest if fewest < 0 else highest
-            raise ProposalError(f"{bad} drafts for a row, and num_draft_tokens is {most}; propose 0 to {most}")
+            raise ProposalError(
+                f"counts has {bad} drafts for a row, but num_draft_tokens is {most}; propose 0 to {most} for each row"
+            )
         if fewest == highest:
             if self._equal.num_drafts != fewest or len(self._equal.counts) != num_rows:
                 self._equal = Equal(num_rows, fewest)

@@ -114,7 +114,7 @@ class Emission:
         if batch.num_no_sample:
             samples, completes = self._without_completions(advance)
         preempted, finished = table.take_reports()
-        encoder_inputs, freed_entries = self._encoder.close() if self._encoder is not None else ((), ())
+        encoder_inputs, freed_entries = self._encoder.end_step() if self._encoder is not None else ((), ())
         has_blocks = len(ids) > 0
         if ids.dtype is not INT32:
             ids = ids.astype(INT32, copy=False) if has_blocks else NO_TOKENS
@@ -163,7 +163,7 @@ class Emission:
         output = sealed_as(SchedulerOutput, fields)
         is_whole = requests is members.requests or len(requests) == len(members.requests)
         if not is_whole:
-            self.left_out.note(record.step_id, rows, record.now, continues=self.last_output is not None)
+            self.left_out.record_rows(record.step_id, rows, record.now, continues=self.last_output is not None)
         self.last_output = output if not is_whole or len(table.queue) else None
         return output
 
@@ -211,8 +211,8 @@ class Emission:
             requests,
             rows,
             serials,
-            _joined(advance.num_computed_tokens, cached),
-            _joined(advance.num_scheduled_tokens, tokens),
+            _concatenated(advance.num_computed_tokens, cached),
+            _concatenated(advance.num_scheduled_tokens, tokens),
             samples,
             drafts,
             draft_ids,
@@ -243,7 +243,7 @@ class Emission:
         return new.ids, new.rows, new.groups, new.places
 
 
-def _joined(array: Int64Array, more: Int64Array | list[int]) -> Int64Array:
+def _concatenated(array: Int64Array, more: Int64Array | list[int]) -> Int64Array:
     """Concatenate two sequences; faster than `concatenate`, which first converts a list to an array."""
     start = len(array)
     joined = np.empty(start + len(more), INT64)
@@ -261,7 +261,7 @@ class LeftOut:
         self._serials = np.zeros(0, dtype=np.int64)  # [rows] serial of the left-out request; 0: not left out
         self._step_id = 0
 
-    def note(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
+    def record_rows(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
         """Record that a step runs only `rows` and leaves out the other running rows. `continues`: whether rows left out
         of the step before may still be left out; False: no row counts as left out before."""
         members, num_rows = self._batch.members, len(self._batch.serial)
@@ -331,7 +331,8 @@ def _known_token_ids(batch: Batch, output: SchedulerOutput, counts: IntArray, al
     if np.count_nonzero(unsampled):
         if not allow_unsampled:
             raise StepOrderError(
-                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample"
+                f"step {output.step_id} computes tokens that an earlier step in flight has yet to sample; update the "
+                "earlier step first, or pass allow_unsampled=True"
             )
         last[unsampled] = UNSAMPLED
     chunks = ((counts > 1) | (output.num_computed_tokens + 1 < batch.num_tokens[output.rows])).nonzero()[0]

@@ -102,10 +102,10 @@ class FastForward:
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
         """The number of guaranteed steps, and the reason why the queue is blocked in them; None: the queue is empty, or
         the number is 0."""
-        limit, free, blocked = self._bound(limit)
+        limit, free, blocked = self._upper_bound(limit)
         if limit > 0 and self._batch.may_reach_limit(limit):
             limit = self._batch.min_tokens_left
-        return self._within_blocks(limit, free), blocked
+        return self._max_steps_within_blocks(limit, free), blocked
 
     def _look_ahead_or_last(self, num_steps: int) -> tuple[int, Standstill | None]:
         """The result of `_look_ahead`, or the last result if a policy fails now: the policy's failure belongs to the
@@ -115,7 +115,7 @@ class FastForward:
         except PolicyError:
             return self._seen
 
-    def _bound(self, limit: int) -> tuple[int, int, Standstill | None]:
+    def _upper_bound(self, limit: int) -> tuple[int, int, Standstill | None]:
         """The number of guaranteed steps before token limits and blocks lower it; the number of free blocks that these
         steps may take; and the reason why the queue is blocked in these steps."""
         batch, queue, admission = self._batch, self._table.queue, self._admission
@@ -158,7 +158,7 @@ class FastForward:
             free = min(free, self._kv.pool.num_blank)
         return max(limit, 0), free, blocked
 
-    def _within_blocks(self, limit: int, free: int) -> int:
+    def _max_steps_within_blocks(self, limit: int, free: int) -> int:
         """Number of steps, at most `limit`, that take at most `free` blocks."""
         batch, rows = self._batch, self._batch.members.rows
         free //= self._kv.num_groups  # each table of a row takes equally many blocks
@@ -188,12 +188,12 @@ class FastForward:
         """Do `len(times) - 1` steps; see `Scheduler.advance`."""
         num_steps = len(times) - 1
         if num_steps < 1:
-            raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
+            raise StepOrderError(f"times has {len(times)} value(s); give the start time and the end time of each step")
         certain, blocked = self._look_ahead_or_last(num_steps)
         if certain < num_steps:
             raise StepOrderError(
-                f"{num_steps} step(s) at once, and {certain} are guaranteed plain decodes; ask guaranteed_steps() "
-                "first, and schedule the others one by one"
+                f"times has {num_steps} step(s), but only {certain} are guaranteed plain decodes; call "
+                "guaranteed_steps() first, and schedule() for each further step"
             )
         kv, table, members = self._kv, self._table, self._batch.members
         head = table.queue.peek() if self._checks_guaranteed_steps and blocked is not None else None
@@ -202,14 +202,16 @@ class FastForward:
         last_step_id = first_step_id + num_steps - 1
         kv.open_step(last_step_id, None, last_step_id)
         advance, block_steps = self._running.advance_steps(num_steps)
-        self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
+        self._admission.record_standstill(
+            blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps)
+        )
         wrong = None
         if head is not None and blocked is not None:
             wrong = self._wrong_guaranteed_steps(head, blocked, num_steps)
         preempted, finished = table.take_reports()
         self._emission.keep(last_step_id, advance, num_steps)
         returned = kv.take_returned()
-        self._drafts.updated(last_step_id)
+        self._drafts.set_updated_step(last_step_id)
         fields, ends = self._update.append_steps(tokens, last, num_steps)
         if ends:
             self._update.finish(fields, ends, float(times[-1]))

@@ -79,27 +79,27 @@ class StepRecord(StepDecision):
     """The running rows, if the output contains all of them and all sample, so that `update` need not look the rows up;
     otherwise None."""
 
-    def preempted_for(self, request: Request | None) -> None:
+    def set_preemptor(self, request: Request | None) -> None:
         """Set the waiting request for which running requests were preempted; None: no request was preempted."""
         self.preemptor = request
 
-    def loaded(self, load: Load) -> None:
+    def add_load(self, load: Load) -> None:
         """Add a load of KV that the host must do."""
         self.loads = (*self.loads, load)
 
-    def result_arrived(self) -> None:
+    def set_over(self) -> None:
         """Record that the step's result has been applied."""
         self.is_over = True
 
-    def blocked(self, reason: Reason) -> None:
+    def set_blocked_reason(self, reason: Reason) -> None:
         """Set the reason why the head of the queue is not admitted."""
         self.blocked_by = reason
 
-    def advanced(self, advance: Advance) -> None:
+    def set_advance(self, advance: Advance) -> None:
         """Set the tokens and blocks of the running rows."""
         self.advance = advance
 
-    def emitted(self, output: SchedulerOutput, members: Members, returned: Sequence[npt.NDArray[np.int64]]) -> None:
+    def set_output(self, output: SchedulerOutput, members: Members, returned: Sequence[npt.NDArray[np.int64]]) -> None:
         """Set the step's output. `members`: the running rows; `returned`: the new value of `returned_blocks`, see
         `StepDecision`."""
         self.output = output
@@ -120,19 +120,19 @@ class StepsInFlight:
     def newest_step_id(self) -> int | None:
         return self.records[-1].step_id if self.records else None
 
-    def too_many(self) -> StepOrderError:
+    def too_many_error(self) -> StepOrderError:
         """The error for a further step while `max_steps` steps are in flight."""
         return StepOrderError(
             f"{len(self.records)} step(s) in flight, and max_steps_in_flight is {self.max_steps}; "
             f"update step {self.records[0].step_id} first"
         )
 
-    def not_the_oldest(self, output: SchedulerOutput) -> StepOrderError:
+    def not_oldest_error(self, output: SchedulerOutput) -> StepOrderError:
         """The error for the update of a step that is not the oldest step in flight."""
         oldest = f"step {self.records[0].step_id} is the oldest" if self.records else "no step is"
         return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
 
-    def take_from(self, output: SchedulerOutput) -> list[StepRecord]:
+    def remove_from(self, output: SchedulerOutput) -> list[StepRecord]:
         """Remove a step and all later steps; returns their records, newest first. Raises StepOrderError if the step is
         not in flight."""
         if not any(record.output is output for record in self.records):

@@ -40,7 +40,7 @@ class Loading:
         self._transfers = transfers
         self._events = events
 
-    def open(self, preemptor: Request | None, now: float) -> None:
+    def open_step(self, preemptor: Request | None, now: float) -> None:
         """Begin the checks of the queue in a step: pass the step's preemptor and time to the transfers."""
         self._transfers.begin_admissions(preemptor, now)
 
@@ -49,7 +49,7 @@ class Loading:
         if request._state.holding is not None:
             self._transfers.move_holding_to_row(request)
         else:
-            record.loaded(self._load(request, grant, blocks, record.now))
+            record.add_load(self._load(request, grant, blocks, record.now))
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array, now: float) -> Load:
         """Create the `Load` with which the output asks the host to load the external tokens of a grant. `blocks`: the
@@ -90,9 +90,11 @@ class Loading:
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
         self._transfers.start_load(request, load, self._external_table(grant, blocks)[0].copy(), record.now)
         request._state.set_deferral(Deferral(Reason.KV_LOAD, 0), record.now)
-        record.loaded(load)
+        record.add_load(load)
 
-    def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float) -> Request | None:
+    def end_transfer(
+        self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float
+    ) -> Request | None:
         """End a transfer. Returns the request that finishes with an error because its load is incomplete, if any.
 
         Raises:
@@ -127,10 +129,14 @@ class Loading:
         blocks: list[int] = load.block_ids.tolist()
         strange = [block for block in failed_blocks if block not in blocks]
         if strange:
-            raise ValueError(f"failed_blocks names {strange}, and transfer {holding.transfer_id} loads {blocks}")
+            raise ValueError(
+                f"failed_blocks has the blocks {strange}, which transfer {holding.transfer_id} does not load; give "
+                f"only blocks that it loads: {blocks}"
+            )
         if num_tokens is not None and not 0 <= num_tokens <= load.num_tokens:
             raise ValueError(
-                f"num_loaded_tokens is {num_tokens}; transfer {holding.transfer_id} loads {load.num_tokens}"
+                f"num_loaded_tokens is {num_tokens}, but transfer {holding.transfer_id} loads {load.num_tokens} "
+                f"tokens; give 0 to {load.num_tokens}"
             )
         if holding.request is None:
             return 0
@@ -140,7 +146,7 @@ class Loading:
             has[:, end:] &= ~np.isin(holding.table[:, end:], load.block_ids)
         return self._kv.num_reusable(has)
 
-    def expire(self, now: float) -> None:
+    def end_overdue_loads(self, now: float) -> None:
         """End loads that have exceeded the timeout."""
         if self._timeout is None or not self._transfers.num_open:
             return
@@ -148,7 +154,7 @@ class Loading:
             self._report_finished(request, 0, now, failed=True)
             request._state.end_loads()
             if self._recomputes:
-                self._let_go(request, now)
+                self._release_blocks(request, now)
             else:
                 self._finish_with_error(request, f"loading its KV took longer than {self._timeout} s", now)
 
@@ -158,15 +164,15 @@ class Loading:
         for load in reversed(record.loads):
             holding = load.request._state.holding
             if holding is not None and holding.load is load:
-                self._let_go(load.request, now)
+                self._release_blocks(load.request, now)
 
     def forget(self, now: float) -> None:
         """After a reset of the prefix cache: waiting requests drop loaded KV, and the connector offers no older KV."""
         for request in self._transfers.requests_with_holdings():
-            self._let_go(request, now)
+            self._release_blocks(request, now)
         self._transfers.connector.reset()
 
-    def _let_go(self, request: Request, now: float) -> None:
+    def _release_blocks(self, request: Request, now: float) -> None:
         """Release the request's blocks, and end its wait for a load."""
         self._transfers.release_holding(request)
         if request.status.is_parked:

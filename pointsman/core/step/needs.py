@@ -47,7 +47,7 @@ class Shortfall:
     """Result of `reason_at` for `levels`."""
 
     def move_to(self, levels: Levels) -> None:
-        """Set the numbers of blocks at a new scan, and the reason to wait with these numbers."""
+        """Set `levels` to the numbers of blocks at a new scan of the queue, and `reason` accordingly."""
         self.levels, self.reason = levels, self.reason_at(levels)
 
     def reason_at(self, levels: Levels) -> Reason | None:
@@ -133,9 +133,9 @@ class Needs:
         self.max_num_tokens = budget if self._needs_whole else MAX_INT
         self._owed = num_owed_blocks if self._reserves.counts_owed is not None else 0
         free = kv.pool.num_free
-        self.set_free(free, self._bypass.num_open(free))
+        self.set_free_blocks(free, self._bypass.num_open(free))
 
-    def set_free(self, free: int, num_open: int) -> None:
+    def set_free_blocks(self, free: int, num_open: int) -> None:
         """Set `levels` for `free` free blocks, of which requests behind the head may take `num_open`. The number of
         owed blocks stays the same."""
         self.levels = (free, num_open, free - self._owed, num_open - self._owed)
@@ -143,7 +143,8 @@ class Needs:
     # ------------------------------------------------------------------ a request
 
     def get(self, request: Request, num_waiting: int) -> Need | None:
-        """The need of a request, from which on `num_waiting` requests are queued; None: the request must be checked."""
+        """The remembered need of a request, if it is still valid; None: the request must be checked. `num_waiting`:
+        number of queued requests from this request on."""
         need = self.known.get(request)
         if need is None or need.serial != request._state.serial:
             return None
@@ -173,9 +174,9 @@ class Needs:
         shortfall = self._by_asked.get(key)
         if shortfall is None:
             shortfall = self._by_asked[key] = self._shortfall(shortage)
-        watched = self._to_watch(request)
+        watched = self._blocks_to_watch(request)
         need = Need(shortfall, state.serial, state.num_tokens, self._view.num_waiting, watched)
-        self._enter(request, need)
+        self._store_need(request, need)
         self._num_kept += 1
         return need
 
@@ -192,13 +193,13 @@ class Needs:
             shortfall = self._shortfalls[key] = Shortfall(least, tuple(entries))
         return shortfall
 
-    def _enter(self, request: Request, need: Need) -> None:
+    def _store_need(self, request: Request, need: Need) -> None:
         self.known[request] = need
         if need.watched is not None:
             num_blocks, key = need.watched
             self._watching.setdefault(num_blocks, {}).setdefault(key, []).append(request)
 
-    def _to_watch(self, request: Request) -> tuple[int, int] | None:
+    def _blocks_to_watch(self, request: Request) -> tuple[int, int] | None:
         kv = self._kv
         if kv.prefix is None or not request.reads_prefix_cache:
             return None
@@ -212,22 +213,22 @@ class Needs:
 
     def forget(self) -> None:
         """Forget all needs."""
-        self._forget_but(())
+        self._forget_except(())
         if self._kv.shared:
             self._kv.shared.clear()
 
     def trim(self, requests: Sequence[Request]) -> None:
         """Forget the needs of all requests except these, if many needs may be remembered."""
         if self._num_kept > MAX_KEPT:
-            self._forget_but(requests)
+            self._forget_except(requests)
 
-    def _forget_but(self, requests: Sequence[Request]) -> None:
+    def _forget_except(self, requests: Sequence[Request]) -> None:
         known = self.known
         self.known, self._watching, self._shortfalls, self._by_asked = {}, {}, {}, {}
         for request in requests:
             need = known.get(request)
             if need is not None:
-                self._enter(request, need)
+                self._store_need(request, need)
         self._num_kept = len(self.known)
 
     def _forget_sharers(self, shared: list[tuple[Request, int]]) -> None:

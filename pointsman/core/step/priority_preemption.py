@@ -69,7 +69,7 @@ class PriorityPreemption:
             return []
         # Least urgent first; among equally urgent requests, the last admitted first.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
-        vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
+        vacate = self._admission.gates.adapters.requests_to_preempt(head, members.requests, candidates.tolist())
         if vacate is None:
             return self._note_failed_attempt(head)
         if vacate:  # preempt all requests of this adapter before any other
@@ -169,7 +169,7 @@ class Trial:
         partial = admission.gates.partial_prefills
         if partial is not None and admission.would_be_partial(head, budget):
             rows = self._batch.members.rows[victims]
-            if not partial.has_place(head, rows):
+            if not partial.may_begin_prefill(head, rows):
                 return False
         if budget < (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1):
             return False
@@ -191,9 +191,11 @@ class Trial:
         if not kv.has_tables:  # blocks return to the pool during a prefill; its first chunk may hold more
             most = min(head.num_tokens, self._match.num_tokens + self._config.max_num_batched_tokens)
             full = max(full, kv.num_blocks_to_start(head, self._match, most))
-        full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
+        full -= 0 if self._admission.gates.budget.asks_whole else self._num_still_held(blocks, dropped)
         # The first chunk is assumed to be the whole prompt, as blocks that victims publish may make the chunk larger.
-        demand = Demand(full, full, self._owed(is_remaining), num_running > 0, self._num_waiting + len(victims))
+        demand = Demand(
+            full, full, self._num_owed_blocks(is_remaining), num_running > 0, self._num_waiting + len(victims)
+        )
         return free >= self._admission.gates.reserves.required_blocks(head, demand)
 
     def has_embeddings(self, victims: Int64Array, encoder: EncoderCache) -> bool:
@@ -215,7 +217,7 @@ class Trial:
         starts = np.concatenate([blocks[:1] >= 0, blocks[1:] != blocks[:-1]]).nonzero()[0]
         return blocks[starts], np.diff(starts, append=len(blocks))
 
-    def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
+    def _num_still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
         """Number of the head's matched blocks that other requests still hold after the victims release `blocks`, each
         `dropped` times."""
         matched = self._match.blocks
@@ -226,7 +228,7 @@ class Trial:
         left[known] -= dropped[at[known]]
         return int(np.count_nonzero(left))
 
-    def _owed(self, is_remaining: npt.NDArray[np.bool_]) -> int:
+    def _num_owed_blocks(self, is_remaining: npt.NDArray[np.bool_]) -> int:
         """Number of blocks that the remaining rows still need after this step's allocation."""
         batch = self._batch
         rows = batch.members.rows

@@ -56,10 +56,16 @@ class PromptParts:
         """
         name = request.request_id
         if not request.more_input:
-            raise InvalidTransition(f"request {name!r} expects no more input; add it with more_input=True")
+            raise InvalidTransition(
+                f"request {name!r} expects no more input: it was added without more_input=True, or has its last part; "
+                "add a new request with more_input=True"
+            )
         part = _read_part(name, token_ids, max_tokens, encoder_inputs)
         if more and not len(part.token_ids):
-            raise RequestRefused(f"request {name!r}: a part without tokens; give some, or make it the last part")
+            raise RequestRefused(
+                f"request {name!r} not extended: the part has no tokens; give tokens, or pass more=False to end the "
+                "input"
+            )
         length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request._state.parts, part])
         why = too_long(self._config, self._kv, request, length, part.max_tokens)
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
@@ -67,10 +73,10 @@ class PromptParts:
             raise RequestRefused(f"request {name!r} not extended: {why}")
         request._state.add_part(part, more_input=more)
         if request.awaits_input:
-            self._take(request, now)
+            self._append_next_parts(request, now)
         return part
 
-    def is_part(self, end: End) -> bool:
+    def ends_only_part(self, end: End) -> bool:
         """Whether `end` ends only a prompt part, so that the request continues with the next part."""
         request = end.request
         if not request.more_input and not request._state.parts:
@@ -79,7 +85,7 @@ class PromptParts:
             return end.detail == "max_tokens"
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
-    def complete(self, request: Request, now: float) -> None:
+    def complete_part(self, request: Request, now: float) -> None:
         """Complete a part: append the next part to the prompt, or let the request wait for it. Samples in flight are
         dropped."""
         if not request.status.is_parked:
@@ -87,7 +93,7 @@ class PromptParts:
         self._table.disown_steps_in_flight(request)
         request._state.await_input()
         if request._state.parts:
-            self._take(request, now)
+            self._append_next_parts(request, now)
 
     def ready(self, request: Request, now: float) -> bool:
         """Whether a parked request may be queued, now that its reason to wait no longer applies. False: the request
@@ -99,11 +105,13 @@ class PromptParts:
         if not request.awaits_input:
             return True
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            raise InvalidTransition(f"request {request.request_id!r} waits for input; extend it")
+            raise InvalidTransition(
+                f"request {request.request_id!r} waits for the next part of its prompt; call extend(), not ready()"
+            )
         self._table.park(request, ParkReason.STREAMING_REQ, now)
         return False
 
-    def _take(self, request: Request, now: float) -> None:
+    def _append_next_parts(self, request: Request, now: float) -> None:
         """Extend the prompt by the next part, and by further arrived parts up to the first part that generates output.
         The request then continues, unless its length limit is reached.
         """

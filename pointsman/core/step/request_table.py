@@ -120,7 +120,8 @@ class RequestTable:
             )
         if state.holding is not None:
             raise InvalidTransition(
-                f"request {request_id!r} waits for transfer {state.holding.transfer_id}; end it with transfer_done()"
+                f"request {request_id!r} waits for transfer {state.holding.transfer_id}; report the end of this "
+                "transfer with transfer_done(), instead of ready()"
             )
         return request
 
@@ -159,9 +160,9 @@ class RequestTable:
 
         `is_done`: whether the row had no more tokens to compute, so that parking is not a preemption.
         """
-        self._let_go(request)
+        self._release_blocks(request)
         if request.status is RequestStatus.RUNNING:
-            self._lose_rows([request], None if is_done else PreemptionCause.PARKED, now)
+            self._take_rows_from([request], None if is_done else PreemptionCause.PARKED, now)
         elif request.status.is_parked:
             del self.parked[request.request_id]
             self._unpark(request)
@@ -205,7 +206,7 @@ class RequestTable:
         request._state.record_admitted(self.next_serial, grant.num_cached_tokens)
         self.next_serial += 1
         if self._swap is not None:
-            self._swap.ended(request)
+            self._swap.stop_watching(request)
         row = self._batch.place(request, grant.end, num_slots)
         if self._events.admitted:
             looked_up = self._kv.caches and request.reads_prefix_cache
@@ -217,13 +218,13 @@ class RequestTable:
 
     def preempt(self, request: Request, cause: PreemptionCause, need: Need, now: float) -> None:
         """Move a request from its row to the front of the queued requests of its class (see `policy/order.py`)."""
-        self._lose_rows([request], cause, now, need=need)
+        self._take_rows_from([request], cause, now, need=need)
         self._queue_again(request, now)
 
     def preempt_all(self, now: float) -> None:
         """Preempt every running request without publishing its blocks; the requests resume in admission order."""
         requests = list(self._batch.members.requests)
-        self._lose_rows(requests, PreemptionCause.RESET, now, publish=False)
+        self._take_rows_from(requests, PreemptionCause.RESET, now, publish=False)
         for request in reversed(requests):
             self._queue_again(request, now)
 
@@ -234,7 +235,7 @@ class RequestTable:
         requests lose their rows, so that hosts and KV blocks need no special case.
         """
         running = [request for request in requests if request.row is not None]
-        self._lose_rows(running, PreemptionCause.UNSAMPLED, now)
+        self._take_rows_from(running, PreemptionCause.UNSAMPLED, now)
         for request in requests:
             is_queued = request in self.queue
             if is_queued:
@@ -260,7 +261,7 @@ class RequestTable:
         self.num_arrivals += 1
         self.queue.push(request)
         if self._swap is not None and admitted.previous_status is RequestStatus.PREEMPTED:
-            self._swap.waits_again(request)
+            self._swap.watch_evictions_again(request)
         for method in self._events.rolled_back:
             method(request, now)
 
@@ -312,10 +313,10 @@ class RequestTable:
         for request, reason, detail, stop_reason in ends:
             state = request._state
             if state.status is not RequestStatus.RUNNING:
-                self._leave_place(request)
+                self._remove_from_place(request)
             state.record_finished(reason, detail, stop_reason)
             if swap is not None:
-                swap.ended(request)
+                swap.stop_watching(request)
             self.finished.append(request)
             for method in methods:
                 method(request, now)
@@ -346,7 +347,7 @@ class RequestTable:
 
     # ------------------------------------------------------------------ parts of moves
 
-    def _lose_rows(
+    def _take_rows_from(
         self,
         requests: list[Request],
         cause: PreemptionCause | None,
@@ -372,7 +373,7 @@ class RequestTable:
         state = request._state
         cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
         swaps = self._swap is not None and cause is not PreemptionCause.RESET
-        state.set_recovery(self._swap.preempted(request, cached) if self._swap is not None and swaps else None)
+        state.set_recovery(self._swap.decide_recovery(request, cached) if self._swap is not None and swaps else None)
         if self._events.preempted:
             event = Preempted(request, cause, state.lost_tokens, cached, now, state.recovery, need)
             send(self._events.preempted, event)
@@ -403,15 +404,15 @@ class RequestTable:
         state = request._state
         state.change_status(RequestStatus.PREEMPTED if state.serial else RequestStatus.WAITING)
 
-    def _leave_place(self, request: Request) -> None:
+    def _remove_from_place(self, request: Request) -> None:
         """Remove a request from the queue, or from the parked requests."""
-        self._let_go(request)
+        self._release_blocks(request)
         if request._state.status.is_parked:
             del self.parked[request.request_id]
         elif request in self.queue:
             self.leave_queue(request)
 
-    def _let_go(self, request: Request) -> None:
+    def _release_blocks(self, request: Request) -> None:
         """Release the blocks that the request holds without a row."""
         if request._state.holding is not None:
             assert self._transfers is not None

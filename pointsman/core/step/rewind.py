@@ -28,7 +28,7 @@ def roll_back(
     table.repeat_reports(void)
     if encoder is not None:
         outputs = [record.output for record in reversed(void) if record.output is not None]
-        encoder.void(void[-1].step_id, [entry for output in outputs for entry in output.freed_encoder_entries])
+        encoder.undo_steps(void[-1].step_id, [entry for output in outputs for entry in output.freed_encoder_entries])
     newest = steps.records[-1] if steps.records else None
     kv.log_to(newest.journal if newest is not None else None)
     batch.lower_fences(newest.step_id if newest is not None else None)

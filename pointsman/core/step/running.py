@@ -125,7 +125,7 @@ class Running:
             preempted = True
         return self._distribute_and_commit(*self.wants(with_drafts=True), preempt)
 
-    def rest(self) -> Advance:
+    def empty_advance(self) -> Advance:
         """An `Advance` without rows."""
         members = self._batch.members
         nothing = members.rows[:0]
@@ -153,7 +153,7 @@ class Running:
             np.maximum(lacks, 0, out=lacks)  # with drafts in flight, the row's next position is unknown
         want = lacks.copy()
         if with_drafts and self._drafts.waiting:
-            want += self._drafts.wanted(rows)
+            want += self._drafts.num_allowed(rows)
         if only_prefills:
             want[(batch.flags[rows] & PREFILLING) == 0] = 0
         for limit in self._limits:
@@ -189,7 +189,7 @@ class Running:
             return False
         if drafts.waiting:
             fits = self._steady_drafts_allowed and num_rows + drafts.waiting <= self._budget.tokens
-            return fits and drafts.are_for(batch.members.rows)
+            return fits and drafts.are_all_allowed_for(batch.members.rows)
         return not in_flight or (not self._speculates and self._may_run_ahead())
 
     def _advance_steadily(self, in_flight: bool, preempted: bool) -> Advance | None:
@@ -202,7 +202,7 @@ class Running:
         total, granted, num_drafts, token_ids = len(rows), members.ones, members.zeros, NO_TOKENS
         more: int | Int64Array = 1
         if drafts.waiting:
-            total, granted, num_drafts = total + drafts.waiting, drafts.granted(), drafts.counts
+            total, granted, num_drafts = total + drafts.waiting, drafts.num_verified_tokens(), drafts.counts
             lacking = (computed + granted > batch.num_slots[rows]).nonzero()[0]
             more = granted[lacking]
         else:
@@ -214,7 +214,7 @@ class Running:
                 return None
             block_ids = grown
         if drafts.waiting:
-            token_ids = drafts.take_all()
+            token_ids = drafts.pop_all()
         batch.schedule(rows, computed, granted, members.trues, not in_flight)
         fields = (
             members.requests,
@@ -291,7 +291,7 @@ class Running:
         num_drafts, drafts = batch.zeros[: len(rows)], NO_TOKENS
         if self._drafts.waiting:
             num_drafts = np.maximum(granted - lacks, 0)
-            drafts = self._drafts.take(rows, num_drafts)
+            drafts = self._drafts.pop_drafts(rows, num_drafts)
         block_rows = batch.count_up[: len(rows)].repeat(needed)
         unpublished = self._commit_prefills(requests, rows, computed, granted, samples) if batch.num_prefilling else ()
         batch.schedule(rows, computed, granted, samples, False)
@@ -330,7 +330,7 @@ class Running:
             end = np.add.accumulate(needed)
             free = self._kv.pool.num_free
             if not len(end) or end[-1] <= free:
-                return granted, needed, self._grow(members, needed, granted), preempted
+                return granted, needed, self._allocate_blocks(members, needed, granted), preempted
             if not preempted and self._give_up_drafts(members.rows, lacks, want):
                 continue
             asking = int(members.rows[end.searchsorted(free, side="right")])
@@ -350,7 +350,7 @@ class Running:
         want[lower] = (slots - computed)[lower]
         return bool(lower.any())
 
-    def _grow(self, members: Members, needed: Int64Array, granted: Int64Array) -> IntArray:
+    def _allocate_blocks(self, members: Members, needed: Int64Array, granted: Int64Array) -> IntArray:
         """Allocate `needed` [rows] new blocks for the granted tokens of each row; returns their ids, row after row. The
         pool has enough free blocks."""
         short = needed.nonzero()[0]
@@ -437,7 +437,7 @@ class InOrder(Running):
             beyond = ((want > 0) & (granted == 0)).nonzero()[0][:1]
             total += int(self.blocks_needed(want[beyond], members.rows[beyond]).sum())
         if total <= self._kv.pool.num_free:
-            return granted, needed, self._grow(members, needed, granted), False
+            return granted, needed, self._allocate_blocks(members, needed, granted), False
         if self._give_up_drafts(members.rows, lacks, want):
             return self._distribute(lacks, want, preempt)
         return self._distribute_row_by_row(want, preempt)

@@ -94,7 +94,7 @@ class Search:
             low, high, low_open, high_open = self._same
             if not (low <= free < high and low_open <= num_open < high_open):
                 return False
-            self.needs.set_free(free, num_open)
+            self.needs.set_free_blocks(free, num_open)
         return True
 
     def scan(
@@ -167,7 +167,7 @@ class Search:
         self.head, self._min_blocks = kept, MAX_INT
         self._shortfalls = []
 
-    def is_spent(self, num_admitted: int) -> bool:
+    def is_bypass_limit_reached(self, num_admitted: int) -> bool:
         """Whether a skipped request that lacks blocks has been bypassed `bound` times, so that no further request may
         bypass it."""
         return any(
@@ -179,7 +179,7 @@ class Search:
         """Skip the same requests in this step as in the step before."""
         self._table.note_blocked(self._skipped, self._blocker)
 
-    def skip(self, request: Request, own: int | None, num_admitted: int) -> None:
+    def record_skipped(self, request: Request, own: int | None, num_admitted: int) -> None:
         """Record that a request behind the head is skipped, after `num_admitted` admissions. `own`: number of blocks
         that the request would take; None: the request lacks something other than blocks."""
         if own is None:

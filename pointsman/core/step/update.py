@@ -93,7 +93,7 @@ class Update:
             runs: Runs = new_tuple(Runs, (members.ones, members.ends, token_ids))
         else:
             runs = _checked_run_per_row(members, output, result, drafts)
-        step.result_arrived()
+        step.set_over()
         decodes = output.samples is members.trues  # every row computed only its newest token and drafts
         newest: Any = output.num_computed_tokens if decodes else None
         runs, ends = self._append_runs(members, drafts, runs, newest)
@@ -113,7 +113,7 @@ class Update:
         newest, done = batch.num_tokens[members.rows] - ONE, 0
         sampled = last.copy()
         newest_runs: Runs = new_tuple(Runs, (members.ones, members.ends, sampled))
-        ends = self._up_to_stops(members, newest_runs, newest + (num_steps - 1), num_steps)[1]
+        ends = self._runs_cut_at_stops(members, newest_runs, newest + (num_steps - 1), num_steps)[1]
         while done < num_steps:
             piece = min(num_steps - done, batch.num_appends)
             by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
@@ -133,13 +133,13 @@ class Update:
         over: list[End] = []
         parts: list[Request] = []
         for _, end in ends:
-            if self._parts.is_part(end):
+            if self._parts.ends_only_part(end):
                 parts.append(end.request)
             else:
                 over.append(end)
         self._table.finish(over, now)
         for request in parts:
-            self._parts.complete(request, now)
+            self._parts.complete_part(request, now)
         update.finished = (*[end.request for end in over], *[request for request in parts if request.is_finished])
         update.completed_parts = tuple([request for request in parts if not request.is_finished])
 
@@ -149,7 +149,7 @@ class Update:
         """As `append`, for a step in which a row does not sample, has failed, lacks a token, or has lost its request
         since."""
         at, runs = checked_runs(output, result, drafts)
-        step.result_arrived()
+        step.set_over()
         ends = self._ends_by_error(output, result) + self._ends_by_completion(output, result)
         kept = np.zeros(output.num_rows, dtype=np.int64)
         live = self._batch.serial[output.rows[at]] == output.serials[at]
@@ -194,7 +194,7 @@ class Update:
         if newest is None:
             newest = batch.num_tokens[rows] - ONE
         longest = 1 if drafts is None else 1 + batch.max_drafts
-        runs, ends = self._up_to_stops(live, runs, newest, longest)
+        runs, ends = self._runs_cut_at_stops(live, runs, newest, longest)
         is_last = len(self._steps.records) <= 1
         if drafts is not None:
             if is_last:  # no later step has these rows in flight
@@ -207,7 +207,7 @@ class Update:
         batch.append(live, runs, newest, longest, is_last)
         return runs, ends
 
-    def _up_to_stops(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> tuple[Runs, Ends]:
+    def _runs_cut_at_stops(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> tuple[Runs, Ends]:
         """Cut each row's run of sampled tokens after the token that stops the row's request. Returns the cut runs, and
         the ends of the requests that stop. `newest`: [live rows] position of the last token before each run.
 
@@ -336,7 +336,7 @@ def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) 
 def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray | None) -> tuple[Int64Array, Runs]:
     """The indices of rows that have tokens in the result, and the runs of these rows. `drafts`: [rows] number of drafts
     of each row; None: no drafts."""
-    expected = _expected(output, result)
+    expected = _rows_with_tokens(output, result)
     sampled = expected.nonzero()[0]
     counts = np.ones(len(sampled), dtype=np.int64)
     if drafts is None:
@@ -344,8 +344,8 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
             given = np.asarray(result.counts)
             if given.shape != expected.shape or not np.array_equal(given, expected.astype(given.dtype)):
                 raise StepResultError(
-                    f"counts is {given.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a "
-                    "row that samples and has no error, none for the others"
+                    f"counts is {given.tolist()}, but must be {expected.astype(int).tolist()} in this step: 1 for each "
+                    "row that samples and has no error, 0 for every other row"
                 )
         return sampled, Runs.of(counts, checked_tokens(result, len(sampled)))
     if result.counts is not None:
@@ -353,8 +353,8 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
         most = np.where(expected, 1 + drafts, 0)
         if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
             raise StepResultError(
-                f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
-                "error one token and at most one more for each draft, none for the others"
+                f"counts is {given.tolist()}, but must be between {expected.astype(int).tolist()} and {most.tolist()} "
+                "in this step: 1 to 1 + drafts for each row that samples and has no error, 0 for every other row"
             )
         counts = given[sampled].astype(np.int64)
     return sampled, Runs.of(counts, checked_tokens(result, int(counts.sum()), RUN_TOKENS))
@@ -376,7 +376,7 @@ def _checked_run_per_row(
     return runs if drafts is not None else runs._replace(counts=members.ones)
 
 
-def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
+def _rows_with_tokens(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
     """[rows] whether each row must have tokens in the result."""
     if not (result.errors or result.unsampled):
         return np.asarray(output.samples)
@@ -387,12 +387,14 @@ def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.boo
     for index in result.unsampled:
         _check_row("unsampled", index, output)
         if not expected[index]:
-            why = "has an error" if index in result.errors else "is named twice or samples nothing in this step"
-            raise StepResultError(f"unsampled names row {index}, which {why}; name rows that miss a token once")
+            why = "has an error" if index in result.errors else "is listed twice or samples nothing in this step"
+            raise StepResultError(
+                f"unsampled has row {index}, which {why}; list each row whose expected token is missing once"
+            )
         expected[index] = False
     return expected
 
 
 def _check_row(name: str, index: object, output: SchedulerOutput) -> None:
     if not isinstance(index, (int, np.integer)) or not 0 <= index < output.num_rows:
-        raise StepResultError(f"{name} names row {index} and the output has rows 0 to {output.num_rows - 1}")
+        raise StepResultError(f"{name} has row {index}, but the output has only rows 0 to {output.num_rows - 1}")

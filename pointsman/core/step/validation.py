@@ -66,11 +66,12 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
-            "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
+            "enable_chunked_prefill is off; raise max_num_batched_tokens, shorten the prompt or turn "
+            "enable_chunked_prefill on"
         )
     if request.adapter is not None and config.max_loras == 0:
         return (
-            f"it asks for the adapter {request.adapter.name!r} and max_loras is 0, so no adapter is accepted; raise "
+            f"it has the adapter {request.adapter.name!r} and max_loras is 0, so no adapter is accepted; raise "
             "max_loras"
         )
     whole = is_new and not config.enable_chunked_prefill
@@ -94,8 +95,8 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     state.set_limit(limit, detail)
     if prompt + known >= limit:
         return (
-            f"it has {prompt} prompt tokens and {known} generated before, and {detail} ends it at {limit}, so nothing "
-            "is left to generate; raise that limit"
+            f"it has {prompt} prompt tokens and {known} output tokens generated before, and {detail} ends it at "
+            f"{limit} tokens, so no further token can be generated; raise this limit"
         )
     if request.repetition_detection is not None:
         watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
@@ -152,7 +153,9 @@ def checked_end(request_id: str, reason: FinishReason, keep_tokens: int | None) 
     """
     reason = FinishReason(reason)
     if reason is FinishReason.REFUSED:
-        raise InvalidTransition(f"request {request_id!r} was accepted; end it with another reason than REFUSED")
+        raise InvalidTransition(
+            f"request {request_id!r} was accepted, so its finish reason cannot be REFUSED; give another reason"
+        )
     if keep_tokens is not None and keep_tokens < 0:
         raise ValueError(f"keep_tokens is {keep_tokens}; give 0 or more")
     return reason

@@ -52,7 +52,7 @@ def tables_by_group(output: SchedulerOutput, index: int) -> dict[int, dict[int, 
     ("knobs", "says"),
     [
         ({"kv_groups": [("half", 4)]}, "a group in kv_groups is of kind 'half'; choose one of full, window, chunk"),
-        ({"kv_groups": [("full", 4)]}, 'a group in kv_groups is "full", of size 4; leave the size out'),
+        ({"kv_groups": [("full", 4)]}, 'a "full" group in kv_groups has size 4; such a group has no size'),
         ({"kv_groups": [("window", 0)]}, 'the size of a "window" group in kv_groups is 0; it must be between 1'),
         ({"kv_groups": "full"}, "kv_groups is 'full'; give pairs of a kind and a size"),
         ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
@@ -65,7 +65,7 @@ def test_invalid_kv_groups_are_refused_with_a_remedy(knobs: dict[str, Any], says
 
 def test_kv_groups_with_a_kv_cache_of_the_host_are_refused() -> None:
     config = small_config(kv_groups=TWO)
-    with pytest.raises(ConfigError, match="kv_groups has 2 groups, and a kv_cache is given"):
+    with pytest.raises(ConfigError, match="kv_groups has 2 groups, but the kv_cache passed"):
         Scheduler(config, kv_cache=KVCacheManager(small_config()))
 
 

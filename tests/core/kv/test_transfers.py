@@ -50,7 +50,7 @@ def test_an_asynchronous_load_parks_its_request_until_it_is_done() -> None:
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     explained = host.explain("a")
     assert (explained.reason, explained.transfer, explained.since) == (Reason.KV_LOAD, load.transfer_id, host.now - 1)
-    with pytest.raises(InvalidTransition, match="end it with transfer_done"):
+    with pytest.raises(InvalidTransition, match="report the end of this transfer with transfer_done"):
         host.ready("a")
     assert host.transfer_done(load.transfer_id) is None
     output = host.step()
@@ -168,5 +168,5 @@ def test_loads_of_a_failed_step_are_abandoned() -> None:
 def test_connector_knobs_without_a_connector_are_refused() -> None:
     with pytest.raises(ConfigError, match="the scheduler has no connector"):
         Scheduler(small_config(kv_load_timeout=1.0))
-    with pytest.raises(ConfigError, match="give seconds above 0"):
+    with pytest.raises(ConfigError, match="give a number of seconds above 0"):
         small_config(kv_load_timeout=0)

@@ -10,7 +10,7 @@ from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, connected, names
 
 
-def test_a_request_without_a_step_has_no_reason() -> None:
+def test_a_request_has_no_reason_to_wait_before_its_first_step() -> None:
     host = Host()
     host.add("a", 5)
     told = host.explain("a")
@@ -53,7 +53,7 @@ def test_the_largest_holder_of_blocks_is_named_first() -> None:
     )
 
 
-def test_since_is_when_the_reason_began_and_missing_is_current() -> None:
+def test_an_explanation_has_the_start_of_the_reason_and_current_missing() -> None:
     host = Host(num_blocks=10, max_model_len=32)
     host.add("a", 12, max_tokens=20)
     host.step()
@@ -69,7 +69,7 @@ def test_since_is_when_the_reason_began_and_missing_is_current() -> None:
     assert later.missing == 2, "a has taken another block"
 
 
-def test_since_starts_again_when_the_reason_changes() -> None:
+def test_since_of_an_explanation_restarts_when_the_reason_changes() -> None:
     host = Host(max_num_seqs=2, num_blocks=8, max_model_len=32)
     host.add("a", 4, max_tokens=4)
     host.add("b", 16, max_tokens=12)
@@ -87,7 +87,7 @@ def test_since_starts_again_when_the_reason_changes() -> None:
     assert told.since > first
 
 
-def test_requests_behind_the_head_have_it_as_reason_and_a_position() -> None:
+def test_explanations_behind_the_head_name_the_head_and_the_position() -> None:
     host = Host(max_num_seqs=1)
     for request_id in "abcd":
         host.add(request_id, 4)
@@ -98,7 +98,7 @@ def test_requests_behind_the_head_have_it_as_reason_and_a_position() -> None:
     assert [(told[request_id].reason, told[request_id].blocker) for request_id in "cd"] == [(Reason.BEHIND, "b")] * 2
 
 
-def test_requests_behind_others_wait_since_they_were_queued() -> None:
+def test_since_of_a_request_behind_others_is_the_time_it_was_queued() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 4)
     host.step()
@@ -166,7 +166,7 @@ def test_a_finished_request_is_explained_until_it_is_reported() -> None:
     )
 
 
-def test_under_the_static_preset_the_running_batch_is_the_reason() -> None:
+def test_in_static_batching_requests_wait_for_the_running_batch() -> None:
     host = Host(batching="static")
     host.add("a", 4)
     host.step()
@@ -225,7 +225,7 @@ def test_holders_of_sequence_slots_are_in_admission_order() -> None:
     assert told.sentence == "c waits for 1 more sequence slot: all sequence slots are taken. Held by a (1), b (1)."
 
 
-def test_holders_of_the_budget_are_the_requests_of_the_last_step() -> None:
+def test_holders_of_the_token_budget_are_requests_of_the_last_step() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 3)
     host.add("b", 7)
@@ -238,7 +238,7 @@ def test_holders_of_the_budget_are_the_requests_of_the_last_step() -> None:
     assert host.explain("c").holders == (Holder("a", 3),), "a finished request holds nothing"
 
 
-def test_a_token_limit_below_the_budget_is_named() -> None:
+def test_an_explanation_names_a_token_limit_below_the_budget() -> None:
     host = Host(num_blocks=64, max_num_batched_tokens=256, token_limits=("prefill-gap:seconds=0.001,least=8",))
     host.add("a", 4, max_tokens=60)
     for _ in range(4):
@@ -255,7 +255,7 @@ def test_a_token_limit_below_the_budget_is_named() -> None:
     assert host.explain("d").sentence == f"d waits behind c, which waits: {cause}."
 
 
-def test_the_cause_of_a_priority_preemption_is_named() -> None:
+def test_an_explanation_names_the_request_that_caused_a_preemption() -> None:
     host = Host(order="priority", max_num_seqs=1)
     host.add("low", 4, priority=5)
     host.step()
@@ -268,7 +268,7 @@ def test_the_cause_of_a_priority_preemption_is_named() -> None:
     )
 
 
-def test_the_sentence_behind_the_head_has_the_reason_of_the_head() -> None:
+def test_sentences_of_requests_behind_the_head_have_its_reason() -> None:
     host = Host(max_num_seqs=1)
     for request_id in "abc":
         host.add(request_id, 4)
@@ -291,7 +291,7 @@ def test_a_preempted_request_with_samples_in_flight_waits_for_them() -> None:
 # ------------------------------------------------------------------------- running requests that were left out
 
 
-def test_a_row_without_budget_names_the_requests_that_used_it() -> None:
+def test_a_row_without_budget_waits_for_the_requests_that_used_it() -> None:
     host = Host(batching="prefill-first", shortage="in-order", max_num_batched_tokens=2)
     for name in "abc":
         host.add(name, 1)
@@ -312,7 +312,7 @@ def test_a_row_without_budget_names_the_requests_that_used_it() -> None:
     assert host.explain("a").sentence == "a runs."
 
 
-def test_rows_that_decode_wait_while_a_step_is_for_prompts() -> None:
+def test_prefill_first_decoding_rows_wait_while_a_step_runs_prompts() -> None:
     host = Host(batching="prefill-first", shortage="in-order")
     host.add("decodes", 4)
     host.step()
@@ -328,7 +328,7 @@ def test_rows_that_decode_wait_while_a_step_is_for_prompts() -> None:
     assert (told.reason, told.since) == (Reason.PREFILL_FIRST, host.now - 1), "it ran in between"
 
 
-def test_a_step_for_the_last_token_of_a_prompt_is_for_prompts_too() -> None:
+def test_a_step_with_the_last_token_of_a_prompt_is_a_prefill_step() -> None:
     host = Host(batching="prefill-first", shortage="in-order", max_num_batched_tokens=5)
     host.add("decodes", 1)
     host.step()
@@ -363,7 +363,7 @@ def test_a_row_that_does_not_run_ahead_waits_for_its_own_sample() -> None:
     assert host.explain("a").reason is None
 
 
-def test_in_order_shortage_rows_behind_a_victim_wait_for_blocks() -> None:
+def test_with_shortage_in_order_rows_behind_a_victim_wait_for_blocks() -> None:
     host = Host(shortage="in-order", order="priority", num_blocks=3, max_model_len=12)
     host.add("a", 1)
     host.add("yields", 3, priority=5)
@@ -378,7 +378,7 @@ def test_in_order_shortage_rows_behind_a_victim_wait_for_blocks() -> None:
     assert told.holders == (Holder("a", 1),), "others: it also holds one"
 
 
-def test_since_of_a_left_out_row_survives_growth_of_the_batch() -> None:
+def test_since_of_an_unscheduled_row_is_kept_when_the_batch_grows() -> None:
     host = Host(
         batching="prefill-first",
         shortage="in-order",
@@ -399,7 +399,7 @@ def test_since_of_a_left_out_row_survives_growth_of_the_batch() -> None:
     assert host.scheduler.num_running > 70
 
 
-def test_rows_left_out_during_a_pause_do_not_count_after_it() -> None:
+def test_rows_that_a_pause_stopped_have_no_reason_after_the_pause() -> None:
     host = Host()
     host.add("a", 4)
     host.step()
@@ -417,7 +417,7 @@ def test_the_explanation_of_a_parked_request_has_its_cause(reason: ParkReason) -
     assert host.explain("a").sentence == f"a waits: {PARKED_FOR[reason.status]}."
 
 
-def test_requests_that_do_not_wait_have_a_sentence() -> None:
+def test_explanations_of_requests_that_do_not_wait_have_a_sentence() -> None:
     host = Host()
     host.add("a", 4, max_tokens=1)
     assert host.explain("a").sentence == "a has not been tried in a step yet."
@@ -427,7 +427,7 @@ def test_requests_that_do_not_wait_have_a_sentence() -> None:
     assert host.explain("a").sentence == "a has finished."
 
 
-def test_the_largest_holders_are_named_and_all_are_counted() -> None:
+def test_an_explanation_names_the_largest_holders_and_counts_all() -> None:
     host = Host(max_num_seqs=12, max_num_batched_tokens=16)
     for index in range(13):
         host.add(f"r{index}", 1)

@@ -18,7 +18,7 @@ def logging_host(**config: Any) -> Host:
     return Host(log_request_events=True, **config)
 
 
-def test_the_log_has_the_events_of_a_request_from_start_to_end() -> None:
+def test_the_event_log_has_all_events_of_a_request_in_order() -> None:
     host = logging_host(max_num_batched_tokens=4, max_num_seqs=2)
     request = host.add("a", 6, eos_token_ids=(EOS,))  # at 1
     host.step()  # 2 and 3: a chunk
@@ -83,7 +83,7 @@ def test_a_first_token_after_a_preemption_is_logged() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "first"), [(1, ["FIRST_TOKEN"]), (0, [])])
-def test_a_first_token_that_completes_a_part_is_logged_when_parked(max_tokens: int, first: list[str]) -> None:
+def test_a_first_token_that_completes_a_prompt_part_is_logged(max_tokens: int, first: list[str]) -> None:
     """The next part is already there, and replaces the output before the update returns."""
     host = logging_host(max_steps_in_flight=2)
     request = host.add("a", 8, max_tokens=max_tokens, more_input=True)
@@ -99,7 +99,7 @@ def test_a_first_token_that_completes_a_part_is_logged_when_parked(max_tokens: i
     assert [name for name, _ in log_of(request)] == [*expected, "QUEUED", "RESUMED", "FIRST_TOKEN", "FINISHED"]
 
 
-def test_explanations_have_a_copy_of_the_log() -> None:
+def test_explanations_contain_a_copy_of_the_event_log() -> None:
     host = logging_host()
     request = host.add("a")
     explained = host.explain("a").events
@@ -115,7 +115,7 @@ def test_the_first_three_event_types_are_those_of_vllm() -> None:
     ]
 
 
-def test_the_log_is_off_by_default() -> None:
+def test_the_event_log_is_off_by_default() -> None:
     host = Host()
     request = host.add("a", max_tokens=2)
     host.run_to_end()

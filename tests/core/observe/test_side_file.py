@@ -107,7 +107,7 @@ def test_a_file_that_waits_for_free_space_continues_without_a_gap(
     assert not file.ended_by
 
 
-def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_on_a_full_disk_ends_when_too_many_bytes_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.side_file.SECONDS_BETWEEN_TRIES", 0.01)
     raw = disk(tmp_path / "f", num_free=0)
     file = BackgroundFile(raw, when_full="wait", max_waiting_bytes=100)
@@ -123,7 +123,7 @@ def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeyp
     assert (tmp_path / "f").read_text() == LINE * 4, "the waiting pieces are written, and nothing after a gap"
 
 
-def test_a_file_that_waits_ends_with_the_program(tmp_path: Path) -> None:
+def test_close_ends_a_file_that_waits_for_free_disk_space(tmp_path: Path) -> None:
     file = BackgroundFile(disk(tmp_path / "f", num_free=30), when_full="wait")
     for _ in range(10):
         file.write(LINE)
@@ -235,7 +235,7 @@ def test_nothing_is_written_to_a_closed_file(tmp_path: Path) -> None:
     assert (file.ended_by, file.num_waiting_bytes) == ("it is closed", 0)
 
 
-def test_a_pipe_whose_reader_leaves_ends_the_file() -> None:
+def test_a_file_on_a_pipe_ends_when_the_reader_closes_the_pipe() -> None:
     reader, writer = os.pipe()
     file = BackgroundFile(FileIO(writer, "w"))
     file.write(LINE)
@@ -319,7 +319,7 @@ def test_a_film_cut_off_by_a_full_disk_is_readable_and_incomplete(
     assert film.num_steps > 0 and not film.is_complete
 
 
-def test_a_file_with_raises_raises_its_errors() -> None:
+def test_a_file_created_with_raises_raises_write_errors() -> None:
     class Full(io.BytesIO):
         def write(self, data: Any, /) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -148,7 +148,7 @@ def test_a_skipped_request_keeps_its_place_in_every_order(order: str) -> None:
     assert names(host.step().requests) == sorted("abc", key=lambda name: places["abc".index(name)])
 
 
-def test_a_step_skips_a_bounded_number_of_requests() -> None:
+def test_a_step_skips_a_bounded_number_of_waiting_requests() -> None:
     class Counting(FirstComeFirstServed):
         name = "counting"
         pops = 0
@@ -183,7 +183,7 @@ def test_a_head_without_sequence_slot_blocks_the_queue() -> None:
 # ------------------------------------------------------------------ claims
 
 
-def test_an_endless_stream_of_one_adapter_does_not_starve_another() -> None:
+def test_endless_requests_of_one_adapter_do_not_starve_another_adapter() -> None:
     """After `max_overtakes` bypasses it claims a slot, and starts when the running requests of another adapter end."""
     host = roomy(max_loras=1, max_overtakes=5)
     add(host, "x0", "x", max_tokens=3)
@@ -199,7 +199,7 @@ def test_an_endless_stream_of_one_adapter_does_not_starve_another() -> None:
     assert Adapter("x", 1) not in output.adapters
 
 
-def test_a_slot_claim_retires_only_the_adapter_that_has_run_longest() -> None:
+def test_a_skipped_request_claims_only_the_adapter_slot_held_longest() -> None:
     host = roomy(max_overtakes=0)
     add(host, "x1", "x", max_tokens=20)
     host.step()
@@ -216,7 +216,7 @@ def test_a_slot_claim_retires_only_the_adapter_that_has_run_longest() -> None:
     assert order == ["claims", "x2", "z2", "second claim", "y3"], "each waits behind the claims before it"
 
 
-def test_preempted_requests_of_a_retired_adapter_resume_and_finish() -> None:
+def test_preempted_requests_of_an_adapter_with_a_claimed_slot_finish() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x", max_tokens=9)
     add(host, "b", "x", max_tokens=4)
@@ -232,7 +232,7 @@ def test_preempted_requests_of_a_retired_adapter_resume_and_finish() -> None:
     assert order == ["claims", "new"]
 
 
-def test_a_slot_claim_does_not_delay_more_urgent_requests() -> None:
+def test_a_claimed_adapter_slot_does_not_delay_more_urgent_requests() -> None:
     host = roomy(order="priority", displace=False, max_loras=1, max_overtakes=0)
     add(host, "a", "x", priority=0, max_tokens=20)
     host.step()
@@ -242,7 +242,7 @@ def test_a_slot_claim_does_not_delay_more_urgent_requests() -> None:
     assert names(host.step().requests) == ["a", "urgent"]
 
 
-def test_a_slot_claim_ends_when_its_request_is_aborted() -> None:
+def test_an_abort_ends_the_request_s_claim_of_an_adapter_slot() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x")
     add(host, "claims", "y")
@@ -265,7 +265,7 @@ def test_bypasses_are_counted_again_after_a_preemption() -> None:
     assert y.num_bypassed == 0
 
 
-def test_with_all_slots_retired_requests_without_an_adapter_still_run() -> None:
+def test_requests_without_adapter_run_while_all_slots_are_claimed() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     for request_id, adapter in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", None)):
         add(host, request_id, adapter)
@@ -381,7 +381,7 @@ def test_an_invalid_adapter_is_refused(adapter: Any) -> None:
     [
         ({"max_loras": -1}, "max_loras is -1; it must be between 0 and"),
         ({"max_loras": 1, "max_overtakes": -1}, "max_overtakes is -1; it must be between 0 and"),
-        ({"max_overtakes": 3}, "max_overtakes is 3, and no request is skipped without adapters"),
+        ({"max_overtakes": 3}, "max_overtakes is 3, but has no effect without adapters"),
     ],
 )
 def test_negative_max_loras_and_max_overtakes_are_refused(values: dict[str, int], message: str) -> None:

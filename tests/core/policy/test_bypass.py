@@ -52,7 +52,7 @@ def test_blocks_released_while_the_head_waits_are_kept_for_it() -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 3])
-def test_at_most_bound_requests_bypass_a_waiting_request(bound: int) -> None:
+def test_the_parameter_bound_limits_how_many_requests_bypass_one(bound: int) -> None:
     host = host_with_a_long_head(reserves=(f"bypass:bound={bound},kept=0",), max_num_seqs=2)
     host.scheduler.abort("first", host.now)
     keeper = host.add("keeper", 36, max_tokens=12, arrival_time=0.0)

@@ -20,7 +20,7 @@ def admission_order(host: Host) -> list[str]:
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
-def test_earliest_deadline_is_next_with_a_default_target() -> None:
+def test_the_request_with_the_earliest_ttft_deadline_is_admitted_next() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     for request_id, arrival, target in [("c", 0.0, 200.0), ("b", 50.0, None), ("a", 40.0, 90.0)]:
         host.add(request_id, 2, max_tokens=1, arrival_time=arrival, ttft_target=target)
@@ -38,7 +38,7 @@ def test_a_preempted_request_is_the_head_of_the_queue() -> None:
     assert admission_order(host) == ["a", "urgent"]
 
 
-def test_late_requests_wait_behind_requests_on_time() -> None:
+def test_requests_past_their_deadline_wait_behind_requests_on_time() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     host.add("late", 2, max_tokens=1, arrival_time=-10.0, ttft_target=5.0)
     host.add("later", 2, max_tokens=1, arrival_time=-5.0, ttft_target=5.0)
@@ -48,7 +48,7 @@ def test_late_requests_wait_behind_requests_on_time() -> None:
     assert admission_order(host) == ["late", "later"], "the most overdue one first"
 
 
-def test_every_kth_admission_is_the_most_overdue() -> None:
+def test_every_kth_admission_is_the_most_overdue_request() -> None:
     host = Host(order="earliest-ttft:default=100,every=3", max_num_seqs=1)
     for request_id, arrival in [("late-1", -9.0), ("late-2", -8.0)]:
         host.add(request_id, 2, max_tokens=1, arrival_time=arrival, ttft_target=1.0)

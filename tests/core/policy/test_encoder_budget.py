@@ -71,14 +71,14 @@ def freed(output: SchedulerOutput) -> list[str]:
 # ------------------------------------------------------------------ when inputs are computed
 
 
-def test_an_input_is_computed_in_the_step_that_reaches_its_placeholders() -> None:
+def test_an_encoder_input_is_computed_in_the_step_of_its_placeholders() -> None:
     host = ImageHost(max_num_batched_tokens=8)
     host.add("a", 24, encoder_inputs=[image("cat", 10, 4), image("dog", 18, 4)])
     told = [(tokens_of(output)["a"], computed(output)) for output in (host.step(), host.step(), host.step())]
     assert told == [(8, []), (8, ["a:cat"]), (8, ["a:dog"])]
 
 
-def test_a_chunk_is_cut_before_the_first_input_over_the_budget() -> None:
+def test_a_chunk_is_cut_before_an_input_over_the_encoder_budget() -> None:
     host = ImageHost(encoder_budget=5)
     host.add("a", 20, encoder_inputs=[image("cat", 2, 4), image("dog", 10, 4)])
     first, second = host.step(), host.step()
@@ -86,7 +86,7 @@ def test_a_chunk_is_cut_before_the_first_input_over_the_budget() -> None:
     assert (tokens_of(second), computed(second)) == ({"a": 10}, ["a:dog"])
 
 
-def test_budget_and_cache_count_embeddings_not_placeholders() -> None:
+def test_encoder_budget_and_cache_count_embeddings_not_placeholders() -> None:
     host = ImageHost(encoder_budget=5)
     host.add("a", 20, encoder_inputs=[image("cat", 2, 9, 2), image("dog", 12, 1, 4)])
     assert tokens_of(host.step()) == {"a": 12}
@@ -102,7 +102,7 @@ def test_requests_of_a_step_share_the_encoder_budget() -> None:
     assert computed(output) == ["a:cat"]
 
 
-def test_tokens_over_the_token_budget_take_no_embeddings() -> None:
+def test_placeholders_beyond_the_token_budget_compute_no_embeddings() -> None:
     host = ImageHost(max_num_batched_tokens=8, encoder_budget=4)
     host.add("a", 20, encoder_inputs=[image("cat", 10, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
@@ -112,7 +112,7 @@ def test_tokens_over_the_token_budget_take_no_embeddings() -> None:
     assert told == [({"a": 8}, ["a:cat"]), ({"a": 4, "b": 4}, ["b:dog"]), ({"a": 1, "b": 4, "c": 3}, [])]
 
 
-def test_a_chunk_that_ends_in_the_middle_of_an_input_keeps_its_embeddings() -> None:
+def test_embeddings_stay_cached_when_a_chunk_ends_within_the_input() -> None:
     host = ImageHost(max_num_batched_tokens=4, encoder_cache_size=8)
     host.add("a", 12, encoder_inputs=[image("cat", 2, 8)])
     assert [computed(host.step()) for _ in range(3)] == [["a:cat"], [], []]
@@ -129,7 +129,7 @@ def test_without_chunked_prefill_a_request_needs_all_its_embeddings() -> None:
     assert computed(host.step()) == ["b:dog", "b:cow"]
 
 
-def test_an_input_is_computed_where_its_first_embedding_is_reached() -> None:
+def test_an_encoder_input_is_computed_at_its_first_needed_embedding() -> None:
     host = ImageHost(max_num_batched_tokens=8)
     host.add("a", 24, encoder_inputs=[image("cat", 6, 6, None, "001011"), image("dog", 14, 4, None, "0000")])
     told = [(tokens_of(output)["a"], computed(output)) for output in (host.step(), host.step(), host.step())]
@@ -147,7 +147,7 @@ def test_placeholders_behind_the_last_embedding_need_no_embedding() -> None:
     assert (cached_of(output), computed(output)) == ({"b": 4}, []), "the embeddings are found, and the text behind them"
 
 
-def test_inputs_without_embeddings_need_no_encoder() -> None:
+def test_encoder_inputs_without_embeddings_need_no_encoder_budget() -> None:
     host = ImageHost(encoder_budget=0, encoder_cache_size=0)
     for name, key, hit in (("a", "x", 0), ("b", "y", 0), ("c", "x", 8), ("d", "z", 0)):
         host.add(name, [5] * 12, encoder_inputs=[image(key, 0, 4, 0)], max_tokens=1)
@@ -155,7 +155,7 @@ def test_inputs_without_embeddings_need_no_encoder() -> None:
         assert (cached_of(output), computed(output)) == ({name: hit}, []), "the key is part of the prefix key"
 
 
-def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
+def test_a_chunk_ends_before_an_encoder_input_that_it_would_split() -> None:
     host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs="begun")
     host.add("a", 30, encoder_inputs=[image("cat", 6, 4), image("long", 12, 8, 8), image("dog", 21, 9, 4)])
     told = [(tokens_of(output)["a"], computed(output)) for output in (host.step() for _ in range(5))]
@@ -164,7 +164,7 @@ def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
     )
 
 
-def test_a_request_waits_for_a_step_that_fits_its_whole_input() -> None:
+def test_a_request_waits_for_a_step_that_fits_its_encoder_input() -> None:
     host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs=False)
     host.add("a", 5, max_tokens=4)
     host.add("b", 12, encoder_inputs=[image("cat", 0, 4), image("dog", 4, 8)])
@@ -182,7 +182,7 @@ def test_a_request_waits_for_a_step_that_fits_its_whole_input() -> None:
     [{"max_num_batched_tokens": 8}, {"long_prefill_token_threshold": 8}, {"token_limits": (EightTokens(),)}],
     ids=["budget", "threshold", "limits"],
 )
-def test_an_input_that_no_chunk_can_hold_is_split(knobs: dict[str, Any]) -> None:
+def test_an_encoder_input_longer_than_every_chunk_is_split(knobs: dict[str, Any]) -> None:
     host = ImageHost(split_encoder_inputs=False, **knobs)
     host.add("a", 14, encoder_inputs=[image("long", 2, 12, 4)], max_tokens=1)
     host.add("b", 1, max_tokens=9)
@@ -190,7 +190,7 @@ def test_an_input_that_no_chunk_can_hold_is_split(knobs: dict[str, Any]) -> None
     assert told == [2, 8, 4]
 
 
-def test_passed_embeddings_are_freed_and_recomputed_if_not_kept() -> None:
+def test_used_embeddings_are_freed_and_recomputed_if_not_kept() -> None:
     host = ImageHost(keep_embeddings=False, num_blocks=8, max_num_batched_tokens=12, encoder_cache_size=8)
     host.add("a", 6, encoder_inputs=[image("cat", 0, 1, 8)], max_tokens=30)
     host.add("b", 6, encoder_inputs=[image("dog", 0, 1, 8)], max_tokens=30)
@@ -215,7 +215,7 @@ def test_a_request_whose_first_token_lacks_embeddings_is_skipped() -> None:
     assert names(host.step().admitted) == ["b"]
 
 
-def test_encoder_blocks_queue_prevents_bypasses() -> None:
+def test_the_knob_encoder_blocks_queue_prevents_bypasses() -> None:
     host = ImageHost(encoder_budget=4, encoder_blocks_queue=True)
     host.add("a", 8, encoder_inputs=[image("cat", 0, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
@@ -281,7 +281,7 @@ def test_a_parked_row_no_longer_waits_for_embeddings() -> None:
     host.run_to_end()
 
 
-def test_rows_in_the_middle_of_their_inputs_do_not_wait_for_each_other() -> None:
+def test_rows_within_encoder_inputs_do_not_wait_for_each_other() -> None:
     host = ImageHost(max_num_batched_tokens=8, long_prefill_token_threshold=3, encoder_cache_size=8, encoder_budget=8)
     host.add("a", 16, encoder_inputs=[image("cat", 0, 4), image("emu", 4, 8)], max_tokens=1)
     host.add("b", 16, encoder_inputs=[image("dog", 0, 4), image("yak", 4, 8)], max_tokens=1)
@@ -291,7 +291,7 @@ def test_rows_in_the_middle_of_their_inputs_do_not_wait_for_each_other() -> None
 # ------------------------------------------------------------------ sharing and eviction
 
 
-def test_requests_with_an_equal_key_share_an_entry() -> None:
+def test_encoder_inputs_with_an_equal_key_share_a_cache_entry() -> None:
     host = ImageHost()
     host.add("a", 6, encoder_inputs=[image("cat", 1, 4)])
     host.add("b", 9, encoder_inputs=[image("cat", 3, 4)])
@@ -303,14 +303,14 @@ def test_requests_with_an_equal_key_share_an_entry() -> None:
     assert (stats.num_encoder_computed, stats.num_encoder_reused) == (4, 8)
 
 
-def test_a_key_with_another_number_of_embeddings_is_another_entry() -> None:
+def test_an_equal_key_with_other_embedding_count_is_another_cache_entry() -> None:
     host = ImageHost()
     host.add("a", 6, encoder_inputs=[image("cat", 1, 4)])
     host.add("b", 9, encoder_inputs=[image("cat", 3, 4, 2)])
     assert computed(host.step()) == ["a:cat", "b:cat"]
 
 
-def test_the_least_recently_held_entry_is_evicted() -> None:
+def test_the_least_recently_held_encoder_cache_entry_is_evicted() -> None:
     host = ImageHost(encoder_cache_size=8, max_num_seqs=1)
     for number, key in enumerate(("cat", "dog", "cat", "cow")):
         host.add(f"r{number}", 5, encoder_inputs=[image(key, 0, 4)], max_tokens=1)
@@ -319,7 +319,7 @@ def test_the_least_recently_held_entry_is_evicted() -> None:
     assert [freed(output) for output in outputs] == [[], [], [], ["dog"]]
 
 
-def test_an_entry_of_this_step_is_never_evicted_in_it() -> None:
+def test_a_step_never_evicts_an_encoder_cache_entry_that_it_uses() -> None:
     host = ImageHost(encoder_cache_size=8, encoder_budget=8, max_num_seqs=2)
     host.add("old", 5, encoder_inputs=[image("cat", 0, 4)], max_tokens=1)
     host.step()
@@ -371,7 +371,7 @@ def test_a_failed_step_releases_and_recomputes_its_embeddings() -> None:
     assert (computed(again), freed(again)) == (["a:cat"], ["cat"])
 
 
-def test_embeddings_freed_by_void_outputs_are_freed_again() -> None:
+def test_embeddings_freed_in_a_void_output_are_reported_freed_again() -> None:
     host = ImageHost(encoder_cache_size=4, encoder_budget=4)
     host.add("a", 5, encoder_inputs=[image("cat", 0, 4)], max_tokens=1)
     host.step()
@@ -393,7 +393,7 @@ def test_a_rewound_row_recomputes_embeddings_that_were_freed() -> None:
     assert computed(host.step()) == ["a:cat"]
 
 
-def test_embeddings_of_a_row_that_failed_alone_are_dropped() -> None:
+def test_embeddings_of_a_row_with_an_error_are_dropped() -> None:
     host = ImageHost()
     host.add("a", 5, encoder_inputs=[image("cat", 0, 4)])
     output = host.schedule()
@@ -403,7 +403,7 @@ def test_embeddings_of_a_row_that_failed_alone_are_dropped() -> None:
     assert (computed(output), freed(output)) == (["b:cat"], ["cat"])
 
 
-def test_a_reset_drops_embeddings_in_the_middle_of_an_input() -> None:
+def test_a_cache_reset_drops_embeddings_of_half_computed_inputs() -> None:
     host = ImageHost(max_num_batched_tokens=4)
     host.add("a", 12, encoder_inputs=[image("cat", 0, 8)])
     host.step()
@@ -470,7 +470,7 @@ def test_placeholder_tokens_are_part_of_the_block_key() -> None:
         assert cached_of(host.step())[request_id] == (8 if request_id in "cd" else 0)
 
 
-def test_a_hit_over_placeholders_needs_no_encoder() -> None:
+def test_a_prefix_cache_hit_over_placeholders_needs_no_encoder() -> None:
     host = ImageHost(encoder_cache_size=8)
     prompt = host.prompt(13)
     for request_id in ("a", "b"):
@@ -481,7 +481,7 @@ def test_a_hit_over_placeholders_needs_no_encoder() -> None:
     assert host.stats().num_encoder_computed == 8 + 8, "cat once; b finds its KV, and dog is still there"
 
 
-def test_a_hit_that_ends_within_an_input_needs_its_embeddings() -> None:
+def test_a_prefix_cache_hit_within_an_input_needs_its_embeddings() -> None:
     host = ImageHost()
     prompt = host.prompt(13)
     host.add("a", prompt[:7], encoder_inputs=[image("cat", 3, 4)], max_tokens=1)
@@ -512,7 +512,7 @@ def test_generated_tokens_behind_an_image_are_cached() -> None:
     assert cached_of(host.step()) == {"next": 8, "other": 0}
 
 
-def test_content_marks_that_start_again_give_no_wrong_cache_hits() -> None:
+def test_reused_content_marks_of_inputs_give_no_wrong_cache_hits() -> None:
     host = ImageHost()
     host.scheduler._kv._marks = ContentMarks(num_marks=20)
     prompt = host.prompt(9)

@@ -33,19 +33,19 @@ def questions_beside_chats(eviction: str, num_rounds: int) -> tuple[int, int]:
     return sum(cached[:half]), sum(cached[half:])
 
 
-def test_reuse_learns_which_requests_are_worth_keeping() -> None:
+def test_policy_reuse_learns_which_requests_share_prefixes() -> None:
     assert questions_beside_chats("lru", 24)[1] == 0
     assert questions_beside_chats("reuse", 24)[1] == 12 * 12
 
 
-def test_reuse_retains_nothing_without_hits() -> None:
+def test_policy_reuse_retains_no_blocks_without_cache_hits() -> None:
     host = Host(eviction="reuse")
     for index in range(20):
         run(host, f"r{index}", 9)
         assert host.stats().num_retained_blocks == 0
 
 
-def test_reuse_follows_a_change_of_traffic() -> None:
+def test_policy_reuse_adapts_to_changed_traffic() -> None:
     """When questions stop and chats are reused, chats are retained instead."""
     host = Host(eviction="reuse", num_blocks=24)
     document = host.prompt(12)
@@ -63,7 +63,7 @@ def test_reuse_follows_a_change_of_traffic() -> None:
     assert policy.retained(asked, 3, 0.0)[0] == 0
 
 
-def test_requests_without_retention_get_the_default() -> None:
+def test_requests_without_a_retention_get_the_default_retention() -> None:
     for spec, retained in (("retention", 0), ("retention:default=1000", 2)):
         host = Host(eviction=spec)
         run(host, "a", 9)
@@ -73,7 +73,7 @@ def test_requests_without_retention_get_the_default() -> None:
 
 
 @pytest.mark.parametrize("eviction", ["retention", "reuse"])
-def test_nothing_is_retained_of_a_request_outside_the_prefix_cache(eviction: str) -> None:
+def test_no_block_of_a_request_outside_the_prefix_cache_is_retained(eviction: str) -> None:
     host = Host(eviction=eviction)
     for index in range(3):
         run(host, f"r{index}", [*range(9)], use_prefix_cache=False, retention=100.0)
@@ -81,7 +81,7 @@ def test_nothing_is_retained_of_a_request_outside_the_prefix_cache(eviction: str
 
 
 @pytest.mark.parametrize("eviction", ["lru", "retention", "reuse"])
-def test_eviction_policies_affect_admission_only_through_hits(eviction: str) -> None:
+def test_eviction_policies_affect_admission_only_through_cache_hits(eviction: str) -> None:
     """Without shared prefixes every policy decides the same steps."""
     seen = []
     for each in ("lru", eviction):
@@ -99,13 +99,13 @@ def test_an_invalid_retention_is_refused(value: Any) -> None:
 
 
 def test_invalid_eviction_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no eviction is called 'lfu'; choose one of lru, retention, reuse"):
+    with pytest.raises(ConfigError, match="no eviction policy is called 'lfu'; choose one of lru, retention, reuse"):
         Host(eviction="lfu")
     with pytest.raises(ConfigError, match="share of eviction 'reuse' is '2'; it must be between 0 and 1"):
         Host(eviction="reuse:share=2")
     with pytest.raises(ConfigError, match=r"share of eviction 'retention' is '0'; it must be between 0\.001 and 1"):
         Host(eviction="retention:share=0")
-    with pytest.raises(ConfigError, match="eviction is 'reuse', and enable_prefix_caching is off"):
+    with pytest.raises(ConfigError, match="eviction is 'reuse', but enable_prefix_caching is off"):
         small_config(eviction="reuse", enable_prefix_caching=False)
 
 
@@ -149,7 +149,7 @@ class Everything(LRU):
         return self.answer or (num_blocks, float("inf"), 7)
 
 
-def test_a_custom_policy_decides_what_is_retained() -> None:
+def test_a_custom_eviction_policy_decides_which_blocks_are_retained() -> None:
     host = Host(eviction=Everything())
     prompt = host.prompt(9)
     run(host, "a", prompt)
@@ -173,7 +173,7 @@ def test_a_custom_policy_decides_what_is_retained() -> None:
     ],
     ids=str,
 )
-def test_a_failing_policy_fails_the_next_step_and_retains_nothing(answer: Any) -> None:
+def test_a_failing_eviction_policy_fails_the_next_step_retaining_nothing(answer: Any) -> None:
     policy = Everything()
     policy.answer = answer
     host = Host(eviction=policy)
@@ -181,7 +181,7 @@ def test_a_failing_policy_fails_the_next_step_and_retains_nothing(answer: Any) -
     host.add("b", 9, max_tokens=4)
     host.step()
     assert host.stats().num_retained_blocks == 0
-    with pytest.raises(PolicyError, match="eviction 'everything': retained "):
+    with pytest.raises(PolicyError, match="eviction 'everything': retained"):
         host.schedule()
     policy.answer = None
     host.run_to_end()
@@ -189,9 +189,9 @@ def test_a_failing_policy_fails_the_next_step_and_retains_nothing(answer: Any) -
 
 
 def test_an_eviction_object_without_all_attributes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it has no started, retained"):
+    with pytest.raises(ConfigError, match="the object has no started, retained"):
         Host(eviction=type("Half", (), {"name": "half", "share": 1.0, "per_tenant": False})())
-    with pytest.raises(ConfigError, match=r"share of eviction 'everything' is 1.5; it must be between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"share of eviction 'everything' is 1.5; it must be a number from 0 to 1"):
         Host(eviction=type("Greedy", (Everything,), {"share": 1.5})())
 
 

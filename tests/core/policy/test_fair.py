@@ -26,7 +26,7 @@ def admission_order(host: Host) -> list[str]:
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
-def test_the_tenant_served_least_is_next() -> None:
+def test_the_least_served_tenant_is_admitted_next() -> None:
     host, order = fair_host()
     for index in range(4):
         host.add(f"a{index}", 4, max_tokens=2, tenant="a")
@@ -50,7 +50,7 @@ def test_within_a_tenant_fcfs_with_preempted_requests_first() -> None:
     assert admission_order(host) == ["a0", "a1", "a2"]
 
 
-def test_weights_divide_counters() -> None:
+def test_a_tenant_s_weight_divides_its_service_counter() -> None:
     host, order = fair_host(order="fair:weights=gold/3+free/1,output_weight=1")
     for index in range(8):
         host.add(f"gold{index}", 5, max_tokens=1, tenant="gold")
@@ -60,7 +60,7 @@ def test_weights_divide_counters() -> None:
     assert order.served("gold") == pytest.approx(8 * 6 / 3, rel=1e-5)
 
 
-def test_an_idle_tenant_saves_no_credit() -> None:
+def test_a_tenant_gains_no_advantage_while_it_is_idle() -> None:
     host, order = fair_host()
     host.add("b", 4, max_tokens=1, tenant="b")
     host.step()
@@ -75,7 +75,7 @@ def test_an_idle_tenant_saves_no_credit() -> None:
     assert order.served("b") == order.served("a")
 
 
-def test_with_an_empty_queue_a_tenant_is_lifted_to_the_last_tenant() -> None:
+def test_a_new_tenant_starts_at_the_counter_of_the_last_tenant() -> None:
     host, order = fair_host(max_num_seqs=4)
     host.add("a", 8, max_tokens=8, tenant="a")
     host.step()
@@ -84,7 +84,7 @@ def test_with_an_empty_queue_a_tenant_is_lifted_to_the_last_tenant() -> None:
     assert order.served("b") == order.served("a") == 8 + 2 * 2
 
 
-def test_cached_and_recomputed_tokens_do_not_count() -> None:
+def test_cached_and_recomputed_tokens_do_not_count_as_service() -> None:
     host, order = fair_host(enable_prefix_caching=True, max_num_seqs=2)
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=1, tenant="a")
@@ -101,7 +101,7 @@ def test_cached_and_recomputed_tokens_do_not_count() -> None:
     assert order.served("b") == lifted + 1 + 2 * 4
 
 
-def test_an_admission_of_a_failed_step_does_not_count() -> None:
+def test_an_admission_of_a_failed_step_does_not_count_as_service() -> None:
     host, order = fair_host()
     host.add("a", 8, max_tokens=2, tenant="a")
     output = host.schedule()
@@ -112,7 +112,7 @@ def test_an_admission_of_a_failed_step_does_not_count() -> None:
     assert order.served("a") == 8 + 2 * 2
 
 
-def test_outputs_of_aborted_and_preempted_requests_count() -> None:
+def test_outputs_of_aborted_and_preempted_requests_count_as_service() -> None:
     host, order = fair_host(max_num_seqs=2)
     host.add("a", 4, max_tokens=9, tenant="a")
     host.add("b", 4, max_tokens=9, tenant="b")
@@ -174,7 +174,7 @@ def test_fair_order_guarantees_steps_until_another_tenant_is_next() -> None:
 @pytest.mark.parametrize(
     "spec, what",
     [
-        ("fair:weights=gold", "write NAME/WEIGHT"),
+        ("fair:weights=gold", "write each part as NAME/WEIGHT"),
         ("fair:weights=gold/0", "a weight of 0.001 to 1000"),
         ("fair:weights=gold/nan", "a weight of 0.001 to 1000"),
         ("fair:weights=gold/2+gold/3", "names tenant 'gold' twice"),

@@ -114,7 +114,7 @@ def test_an_order_that_loses_a_request_fails_and_the_request_runs() -> None:
 
 
 @pytest.mark.parametrize("method", ["push", "pop", "remove", "put_back"])
-def test_an_order_that_raises_after_a_change_blocks_no_request(method: str) -> None:
+def test_an_order_that_raises_after_changing_its_queue_blocks_no_request(method: str) -> None:
     class Late(FirstComeFirstServed):
         name = "late"
         is_due = True
@@ -201,7 +201,7 @@ def test_a_failed_step_leaves_no_unpublished_blocks_behind() -> None:
     assert b.is_finished
 
 
-def test_a_reserve_without_num_changes_is_called_in_every_step() -> None:
+def test_a_reserve_that_lacks_num_changes_is_called_in_every_step() -> None:
     class Until(Reserve):
         name = "until"
 
@@ -217,7 +217,7 @@ def test_a_reserve_without_num_changes_is_called_in_every_step() -> None:
     assert b.num_output_tokens > 0
 
 
-def test_an_error_in_an_event_fails_the_next_step() -> None:
+def test_an_error_in_a_policy_s_event_method_fails_the_next_step() -> None:
     class Deaf(FirstComeFirstServed):
         name = "deaf"
 

@@ -18,7 +18,7 @@ def test_the_long_prefill_threshold_bounds_every_request() -> None:
     assert outputs == [{"long": 6, "b": 4}, {"long": 6, "b": 1}, {"long": 2, "b": 1}]
 
 
-def test_the_threshold_applies_only_beside_other_requests() -> None:
+def test_the_long_prefill_threshold_applies_only_with_other_requests() -> None:
     host = Host(long_prefill_token_threshold=2)
     host.add("a", 20)
     assert tokens_of(host.step()) == {"a": 16}, "no other request runs or waits"
@@ -28,14 +28,14 @@ def test_the_threshold_applies_only_beside_other_requests() -> None:
     assert tokens_of(host.step()) == {"b": 16}
 
 
-def test_the_threshold_does_not_limit_decode() -> None:
+def test_the_long_prefill_threshold_does_not_limit_decode() -> None:
     host = Host(long_prefill_token_threshold=1, max_num_seqs=1)
     host.add("a", 2, max_tokens=3)
     host.add("waiting")
     assert [tokens_of(host.step()) for _ in range(4)] == [{"a": 1}] * 4
 
 
-def test_the_threshold_counts_tokens_to_compute_not_cached_ones() -> None:
+def test_the_long_prefill_threshold_does_not_count_cached_tokens() -> None:
     host = Host(long_prefill_token_threshold=4)
     prompt = host.prompt(13)
     host.add("a", prompt, max_tokens=1)
@@ -85,7 +85,7 @@ def test_a_head_whose_chunk_becomes_smaller_is_checked_again() -> None:
 # ---------------------------------------------------------------------- chunked prefill off
 
 
-def test_without_chunking_a_prompt_starts_only_whole() -> None:
+def test_without_chunking_a_prompt_is_computed_in_one_step() -> None:
     host = Host(enable_chunked_prefill=False)
     host.add("a", 4, max_tokens=3)
     host.step()
@@ -111,8 +111,9 @@ def test_without_chunking_only_uncached_tokens_must_fit_the_budget() -> None:
 def test_without_chunking_a_prompt_over_the_budget_is_refused() -> None:
     host = Host(enable_chunked_prefill=False)
     message = (
-        r"request 'a' refused: the prompt has 17 tokens, more than max_num_batched_tokens 16, and chunked prefill "
-        "is off; raise the budget, shorten the prompt or turn chunked prefill on"
+        r"request 'a' refused: the prompt has 17 tokens, more than max_num_batched_tokens 16, and "
+        "enable_chunked_prefill is off; raise max_num_batched_tokens, shorten the prompt or turn "
+        "enable_chunked_prefill on"
     )
     with pytest.raises(RequestRefused, match=message):
         host.add("a", 17)
@@ -161,14 +162,14 @@ def test_a_request_ends_at_its_first_length_limit_and_names_it(
     assert (request.num_output_tokens, request.finish_detail) == (generated, detail)
 
 
-def test_the_last_token_needs_no_slot_of_the_pool() -> None:
+def test_the_last_output_token_of_a_request_needs_no_kv_slot() -> None:
     host = Host(num_blocks=1, max_num_seqs=1)
     request = host.add("a", 4, max_tokens=9)
     host.run_to_end()
     assert (request.num_tokens, request.finish_detail) == (5, "kv_capacity")
 
 
-def test_a_request_that_outgrows_the_pool_ends_at_its_capacity() -> None:
+def test_a_request_that_outgrows_the_pool_ends_at_the_pool_s_capacity() -> None:
     host = Host(num_blocks=4, max_num_seqs=2)
     large = host.add("large", 8, max_tokens=50)
     small = host.add("small", 4, max_tokens=6)

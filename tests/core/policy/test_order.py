@@ -50,7 +50,7 @@ def test_priority_admits_smaller_numbers_first_then_by_arrival() -> None:
     assert admission_order(host) == ["a", "b", "c", "d", "e"]
 
 
-def test_a_preempted_request_comes_before_all_that_never_ran() -> None:
+def test_a_preempted_request_is_queued_before_requests_that_never_ran() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 4, max_tokens=4)
     host.step()
@@ -60,7 +60,7 @@ def test_a_preempted_request_comes_before_all_that_never_ran() -> None:
     assert admission_order(host) == ["a", "earlier"]
 
 
-def test_under_priority_a_preempted_request_leads_only_its_class() -> None:
+def test_a_preempted_request_is_the_first_of_its_priority() -> None:
     host = Host(order="priority", max_num_seqs=1, displace=False)
     host.add("a", 4, max_tokens=4, priority=1)
     host.step()
@@ -83,7 +83,7 @@ def test_requests_preempted_together_resume_in_admission_order() -> None:
     assert names(host.step().resumed) == ["a", "b", "c"], "not by arrival, and not by time of queueing"
 
 
-def test_a_parked_request_returns_with_the_same_key() -> None:
+def test_a_parked_request_returns_to_its_place_in_the_queue() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 2, max_tokens=1)
     host.add("b", 2, max_tokens=1)
@@ -94,7 +94,7 @@ def test_a_parked_request_returns_with_the_same_key() -> None:
     assert admission_order(host) == ["a", "b"]
 
 
-def test_shortest_prefill_admits_by_length_less_ageing() -> None:
+def test_shortest_prefill_orders_by_prefill_length_minus_ageing() -> None:
     host = Host(order="shortest-prefill:ageing=2", max_num_seqs=1, max_num_batched_tokens=64)
     host.add("long", 30, max_tokens=1, arrival_time=0.0)
     for request_id, length, arrival in [("d", 4, 13.5), ("a", 4, 5.0), ("c", 4, 12.5), ("b", 20, 4.5)]:
@@ -125,7 +125,7 @@ def test_under_shortest_prefill_a_preempted_request_is_first() -> None:
     arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=2, max_size=30),
     capacity=st.integers(1, 20),
 )
-def test_shortest_prefill_bounds_bypasses_by_arrival(
+def test_shortest_prefill_bounds_how_much_later_a_bypassing_request_is(
     ageing: float, arrivals: list[tuple[int, int]], capacity: int
 ) -> None:
     order = ShortestPrefill(ageing)
@@ -168,7 +168,7 @@ def test_prefill_orders_use_tokens_cached_when_a_request_is_queued(order: str, e
 
 @settings(max_examples=short_or_long(20, 150), deadline=None)
 @given(cached=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), min_size=2, max_size=20))
-def test_longest_prefix_bounds_bypasses_by_arrival(cached: list[tuple[int, int]]) -> None:
+def test_longest_prefix_bounds_how_much_later_a_bypassing_request_is(cached: list[tuple[int, int]]) -> None:
     class Told(LongestPrefix):
         def _num_cached(self, request: Request) -> int:
             num: int = request.metadata
@@ -278,9 +278,9 @@ def test_an_incomplete_order_is_refused_with_its_missing_methods() -> None:
         name, is_preemptive = "partial", False
         push = pop = put_back = peek = remove = __len__ = __contains__ = __iter__ = FirstComeFirstServed.push
 
-    with pytest.raises(ConfigError, match=r"it has no position$"):
+    with pytest.raises(ConfigError, match=r"the object has no position$"):
         Scheduler(small_config(order=WithoutPosition()))
-    with pytest.raises(ConfigError, match="it has no name, is_preemptive, push"):
+    with pytest.raises(ConfigError, match="the object has no name, is_preemptive, push"):
         Scheduler(small_config(order=object()))
 
 

@@ -28,7 +28,7 @@ def test_a_second_partial_prefill_waits_and_short_prompts_bypass() -> None:
     assert tokens_of(host.step()) == {"first": 1, "short": 1, "second": 6}, "the first is done in this step"
 
 
-def test_cached_tokens_need_no_prefill() -> None:
+def test_cached_tokens_do_not_make_a_prefill_partial() -> None:
     host = capped(max_num_partial_prefills=1)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=1)

@@ -48,7 +48,7 @@ def until_first_token(served: Server, *requests: Request) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("num_chats", [1, 4])
-def test_the_gap_beside_a_long_prompt_keeps_the_target(num_chats: int) -> None:
+def test_token_gaps_beside_a_long_prompt_keep_the_target(num_chats: int) -> None:
     served = with_chats(server(scale=4.0), num_chats)
     seconds, tokens = until_first_token(served, served.add("long", 8000))
     assert max(seconds) < 1.15 * TARGET
@@ -70,7 +70,7 @@ def test_a_prompt_has_the_whole_budget_again_when_streams_have_ended() -> None:
     assert served.step()["long"] == 8192
 
 
-def test_on_a_fast_device_nothing_is_limited() -> None:
+def test_on_a_fast_device_prompts_have_the_whole_budget() -> None:
     """A step with the whole budget takes a fifth of the target."""
     sides = {limits: Server(scale=0.05, settings={"token_limits": limits}) for limits in ((LIMIT,), ())}
     for each in sides.values():
@@ -83,7 +83,7 @@ def test_on_a_fast_device_nothing_is_limited() -> None:
         assert mine == others
 
 
-def test_limits_apply_when_a_fast_device_becomes_slow() -> None:
+def test_prompts_are_limited_when_a_fast_device_becomes_slow() -> None:
     served = with_chats(server(scale=0.02), 4)
     for number in range(30):
         until_first_token(served, served.add(f"prompt{number}", 9000, max_tokens=2))
@@ -94,7 +94,7 @@ def test_limits_apply_when_a_fast_device_becomes_slow() -> None:
     assert max(seconds) < 1.25 * TARGET
 
 
-def test_a_stall_of_a_fast_device_limits_nothing() -> None:
+def test_a_stall_of_a_fast_device_does_not_limit_prompts() -> None:
     served = with_chats(server(scale=0.02), 4)
     for number in range(30):
         until_first_token(served, served.add(f"prompt{number}", 9000, max_tokens=2))
@@ -114,7 +114,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     assert served.step()["short"] == 40
 
 
-def test_steps_that_all_fill_the_target_keep_the_share_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_equal_time_do_not_distort_the_share_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention costs as much as on a CPU. Steps of equal time fit nearly any share of decode, and a wrong share would
     cut the next prompt too much."""
     costs = {"BASE": 3e-3, "PER_REQUEST": 1e-4, "PER_CONTEXT": 2e-7, "PER_TOKEN": 1e-4, "PER_ATTENDED": 1e-7}
@@ -135,7 +135,7 @@ def test_several_long_prompts_are_computed_one_after_the_other() -> None:
 # ---------------------------------------------------------------------- a target that cannot be kept
 
 
-def test_no_request_waits_for_step_time() -> None:
+def test_prefill_gap_makes_no_request_wait_for_step_time() -> None:
     served = with_chats(server(scale=20.0), 10)
     added = [served.add(f"r{number}", 100, max_tokens=1000) for number in range(20)]
     assert served.seconds[-1] > 2 * TARGET, "decoding alone takes longer"
@@ -148,7 +148,7 @@ def test_no_request_waits_for_step_time() -> None:
     assert reasons <= {Reason.BUDGET}
 
 
-def test_beside_slow_decode_a_step_computes_the_minimum() -> None:
+def test_beside_slow_decode_a_step_has_the_minimum_of_prompt_tokens() -> None:
     served = with_chats(server(scale=200.0), 4)
     seconds, tokens = until_first_token(served, served.add("long", 2000))
     assert len(seconds) <= 2000 / MIN + 2

@@ -95,10 +95,10 @@ def test_a_policy_of_an_installed_package_is_found_by_name(installed: Any) -> No
         ("lcfs:strict=2", "strict of order 'lcfs' is '2'; give true or false"),
         ("lcfs:speed=1", "order 'lcfs' has no parameter 'speed'; its parameters: factor, times, strict"),
         ("fcfs:speed=1", "order 'fcfs' has no parameter 'speed'; its parameters: none"),
-        ("lcfs:factor", "has 'factor'; write name:key=value,key=value"),
+        ("lcfs:factor", "has the parameter 'factor'; write name:key=value,key=value"),
         ("lcfs:", "policy 'lcfs:' is incomplete"),
-        ("fcsf", "no order is called 'fcsf'; choose one of fcfs, priority, .*lcfs, or pass an object"),
-        ("latest", "no order is called 'latest'"),
+        ("fcsf", "no order policy is called 'fcsf'; choose one of fcfs, priority, .*lcfs, or pass an object"),
+        ("latest", "no order policy is called 'latest'"),
         ("", "policy '' is incomplete"),
     ],
 )
@@ -116,7 +116,7 @@ def test_the_error_of_a_broken_entry_point_names_the_policy(installed: Any) -> N
         make("order", "wrong")
     assert type(make("order", "fcfs")) is FirstComeFirstServed, "a built-in name cannot be taken"
     installed(fcfs=LastComeFirstServed)
-    with pytest.raises(ConfigError, match="has the name of a built-in order; rename it"):
+    with pytest.raises(ConfigError, match="has the name of a built-in order policy; rename it"):
         known("order")
 
 
@@ -134,7 +134,7 @@ def test_a_configuration_as_a_dict_has_names_of_policies() -> None:
         ["watermark:share=0.1"],
         [],
     ), "its parameters are unknown, so a replay cannot construct it"
-    with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of names or objects"):
+    with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of policy names or policy objects"):
         small_config(reserves="watermark")
     assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
 
@@ -160,7 +160,7 @@ def test_a_named_full_sequence_reserve_replaces_the_knob() -> None:
 
 def test_a_limit_that_cuts_prompts_needs_chunked_prefill() -> None:
     knobs = {"token_limits": ("prefill-threshold:tokens=4",), "enable_chunked_prefill": False}
-    with pytest.raises(ConfigError, match="'prefill-threshold' cuts prompts, and enable_chunked_prefill is off"):
+    with pytest.raises(ConfigError, match="'prefill-threshold', which cuts prompts, but enable_chunked_prefill is off"):
         Host(**knobs, max_num_batched_tokens=64)
 
 
@@ -175,7 +175,7 @@ def test_an_object_without_the_whole_protocol_is_refused() -> None:
             return 0
 
     assert make("victim", Nameless()) is not None
-    with pytest.raises(ConfigError, match="neither a name nor an object with the Victim protocol: it has no choose"):
+    with pytest.raises(ConfigError, match="nor an object with the Victim protocol: the object has no choose"):
         make("victim", LastComeFirstServed())
 
 

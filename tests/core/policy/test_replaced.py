@@ -80,7 +80,7 @@ def test_every_explanation_names_the_replacement_and_the_error(kind: str) -> Non
         host.step()
 
 
-def test_invalid_parameters_stay_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_policy_parameters_are_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, **_: Any) -> None:
         raise ConfigError("at and after do not go together")
 
@@ -115,7 +115,7 @@ def test_a_replay_needs_every_policy_that_decided() -> None:
     file = io.StringIO()
     run(Host(recorder=Recorder(file), **TIGHT, **knob("victim", "nothing")))
     text = file.getvalue().replace("faulty-victim:at=nothing", "faulty-victim:at=constructor")
-    with pytest.raises(RecordingError, match="victim 'faulty-victim:at=constructor' decided, and cannot be used here"):
+    with pytest.raises(RecordingError, match="victim policy 'faulty-victim:at=constructor' of the recording cannot"):
         replay(text.splitlines())
 
 
@@ -169,7 +169,7 @@ def test_guaranteed_steps_of_a_failing_policy_never_raises(kind: str, at: str) -
     assert host.scheduler.stats().num_policy_failures == failures <= 3
 
 
-def test_an_unhashable_result_fails_the_step() -> None:
+def test_an_unhashable_result_of_a_policy_fails_the_step() -> None:
     class Lists(FirstComeFirstServed):
         name = "lists"
 
@@ -178,7 +178,7 @@ def test_an_unhashable_result_fails_the_step() -> None:
 
     host = Host(order=Lists())
     host.add("a", 3, max_tokens=2)
-    with pytest.raises(PolicyError, match=r"peek returned \[.*\], which is not queued"):
+    with pytest.raises(PolicyError, match=r"peek\(\) returned \[.*\], which is not in the queue"):
         host.step()
     assert host.scheduler.guaranteed_steps(3) == 0
 
@@ -195,7 +195,7 @@ def test_an_object_with_an_invalid_attribute_is_replaced_at_the_start() -> None:
     run(host, max_failures=0)
 
 
-def test_schedule_again_retries_after_policy_failures() -> None:
+def test_schedule_again_repeats_a_step_after_a_policy_failure() -> None:
     host = Host(**TIGHT, **knob("order", "peek"))
     host.add("a", 3, max_tokens=2)
     scheduler: Scheduler = host.scheduler

@@ -28,7 +28,7 @@ def with_a_running(prompt_tokens: int, **config: Any) -> Host:
 # ---------------------------------------------------------------------- full sequence
 
 
-def test_a_prompt_waits_until_all_of_it_fits() -> None:
+def test_a_prompt_waits_until_blocks_for_all_its_tokens_are_free() -> None:
     host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16)
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 1}, "4 blocks are free: enough for 15 tokens, not for 20"
@@ -36,13 +36,13 @@ def test_a_prompt_waits_until_all_of_it_fits() -> None:
     assert (head.reason, head.missing, head.blocker) == (Reason.FULL_SEQUENCE, 1, "a")
 
 
-def test_without_full_sequence_the_first_chunk_is_enough() -> None:
+def test_without_full_sequence_must_fit_blocks_for_one_chunk_suffice() -> None:
     host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16, full_sequence_must_fit=False)
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 1, "b": 15}
 
 
-def test_held_cached_blocks_cost_nothing() -> None:
+def test_cached_blocks_of_running_requests_need_no_free_blocks() -> None:
     host = Host(num_blocks=8)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=20)
@@ -52,7 +52,7 @@ def test_held_cached_blocks_cost_nothing() -> None:
     assert cached_of(output) == {"b": 12}, "b needs 5 blocks; a holds 3 of them, and 4 are free"
 
 
-def test_free_cached_blocks_cost_one_block_each() -> None:
+def test_each_cache_hit_on_a_free_block_uses_a_free_block() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=32)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=1)
@@ -64,7 +64,7 @@ def test_free_cached_blocks_cost_one_block_each() -> None:
     assert host.explain("b").missing == 1
 
 
-def test_blocks_owed_to_partial_prefills_are_kept() -> None:
+def test_blocks_that_partial_prefills_still_need_are_kept_free() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("a", 24)
     host.add("b", 12)
@@ -75,14 +75,14 @@ def test_blocks_owed_to_partial_prefills_are_kept() -> None:
     assert host.explain("b").missing == 1
 
 
-def test_blocks_beyond_the_owed_ones_may_be_taken() -> None:
+def test_blocks_that_no_partial_prefill_needs_may_be_allocated() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("a", 24)
     host.add("b", 8)
     assert tokens_of(host.step()) == {"a": 4, "b": 4}
 
 
-def test_a_prompt_admitted_in_this_step_is_owed_its_remaining_blocks() -> None:
+def test_blocks_for_the_rest_of_a_prompt_admitted_in_the_step_are_kept() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=16, long_prefill_token_threshold=4)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 12)
@@ -101,7 +101,7 @@ def test_the_watermark_keeps_blocks_free_while_requests_run() -> None:
     assert (head.reason, head.missing, head.blocker) == (Reason.WATERMARK, 1, "a")
 
 
-def test_an_admission_may_go_down_to_the_watermark() -> None:
+def test_an_admission_may_use_the_blocks_above_the_watermark() -> None:
     host = with_a_running(13, num_blocks=10, watermark=0.2)
     host.add("b", 16)
     assert names(host.step().admitted) == ["b"]
@@ -122,7 +122,7 @@ def test_the_watermark_applies_to_the_second_admission_of_a_step() -> None:
     assert host.explain("b").reason is Reason.WATERMARK
 
 
-def test_running_requests_grow_into_the_watermark() -> None:
+def test_running_requests_may_use_the_blocks_below_the_watermark() -> None:
     host = with_a_running(8, num_blocks=4, max_model_len=16, watermark=0.5)
     for _ in range(6):
         host.step()
@@ -156,7 +156,7 @@ def test_the_watermark_applies_to_a_preempted_request() -> None:
     ],
     ids=["watermark", "full sequence", "blocks", "sequence limit", "sequence limit before memory"],
 )
-def test_the_counted_reason_is_the_one_whose_removal_would_admit(
+def test_the_deferral_reason_is_the_reserve_without_which_it_would_fit(
     prompt: int, config: dict[str, Any], rung: Reason, missing: int
 ) -> None:
     host = with_a_running(17, **{"num_blocks": 8, "max_model_len": 32, **config})
@@ -171,7 +171,7 @@ def test_the_counted_reason_is_the_one_whose_removal_would_admit(
     assert (head.reason, head.missing) == (rung, missing)
 
 
-def test_of_two_reserves_that_defer_together_the_last_is_named() -> None:
+def test_of_reserves_that_defer_only_together_the_largest_is_the_reason() -> None:
     host = with_a_running(13, num_blocks=10, max_num_batched_tokens=16, watermark=0.2)
     host.add("b", 28)
     host.step()  # 6 free; the first chunk of 15 needs 4, the whole 7, with the watermark 9
@@ -189,7 +189,7 @@ def finish(host: Host, request_id: str, num_tokens: int) -> None:
         host.step()
 
 
-def test_the_mean_of_finished_outputs_is_kept_free() -> None:
+def test_decode_reserve_mean_keeps_blocks_for_the_mean_output_free() -> None:
     host = Host(num_blocks=8, decode_reserve="mean")
     finish(host, "short", 3)
     finish(host, "long", 8)  # 5.5 on average: 6 tokens, 2 blocks
@@ -203,7 +203,7 @@ def test_the_mean_of_finished_outputs_is_kept_free() -> None:
     assert names(host.step().admitted) == ["b"], "a has ended"
 
 
-def test_no_output_is_expected_before_a_request_finishes_by_itself() -> None:
+def test_decode_reserve_mean_is_0_until_a_stop_condition_ends_a_request() -> None:
     host = Host(num_blocks=8, decode_reserve="mean")
     host.add("aborted", 1, max_tokens=30)
     for _ in range(9):
@@ -215,7 +215,7 @@ def test_no_output_is_expected_before_a_request_finishes_by_itself() -> None:
     assert names(host.step().admitted) == ["b"], "the 9 tokens of the aborted one do not count"
 
 
-def test_the_mean_follows_the_last_finished_requests() -> None:
+def test_decode_reserve_mean_follows_the_last_finished_requests() -> None:
     reserve = MeanDecodeReserve()
     means = []
     for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
@@ -230,7 +230,7 @@ def test_the_mean_follows_the_last_finished_requests() -> None:
     assert means[-2:] == [18, 10], "the first 3 no longer count: (1000 + 127 * 10) / 128, rounded up, and then 10"
 
 
-def test_a_blocked_head_is_checked_again_when_the_mean_falls() -> None:
+def test_a_blocked_head_is_checked_again_when_the_mean_output_falls() -> None:
     """The verdict on a head is kept; only the mean changes here."""
     host = Host(num_blocks=8, decode_reserve="mean", enable_prefix_caching=False)
     finish(host, "long", 16)
@@ -278,7 +278,7 @@ def kept(reserve: GrowthReserve, num_waiting: int = 100, others_run: bool = True
     return reserve.blocks(Request("b", [1], arrival_time=0.0, max_tokens=9), demand, reserve._view)
 
 
-def test_growth_follows_the_formula() -> None:
+def test_growth_reserve_follows_the_documented_formula() -> None:
     """960 and 240 tokens: D = 15, S = 60, W = 1,680, c = 1,080: 15 ln(1080 / 1680 * 2588 / 60 * (1 - e^-4)) = 49.6."""
     assert kept(growth_after([(960, 240)])) == 49
     assert kept(growth_after([(900, 200), (1020, 280)])) == 49, "means"
@@ -294,7 +294,7 @@ def slots_of(*sizes: int) -> Any:
     return lambda tokens: sum(np.minimum(tokens, size) if size else tokens for size in sizes)
 
 
-def test_growth_counts_the_blocks_of_every_group() -> None:
+def test_growth_reserve_counts_the_blocks_of_every_kv_group() -> None:
     """As above, with everything doubled for two groups; with a window that the prompt fills, D = 15 and S = 92."""
     both = growth_after([(960, 240)], num_slots_for=slots_of(0, 0), num_usable_blocks=2 * 2_588)
     assert kept(both) == 99
@@ -316,7 +316,7 @@ def test_growth_reserve_is_smaller_when_few_requests_wait() -> None:
     assert [kept(reserve, waiting) for waiting in (2, 4, 6, 8, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
 
 
-def test_growth_is_0_when_nothing_runs_or_has_finished() -> None:
+def test_growth_reserve_is_0_when_no_request_runs_or_has_finished() -> None:
     assert kept(growth_after([(960, 240)]), others_run=False) == 0
     assert kept(growth_after([])) == kept(growth_after([(960, 0)])) == 0
     host = Host(num_blocks=8, reserves=("growth:scale=8",), enable_prefix_caching=False)
@@ -326,7 +326,7 @@ def test_growth_is_0_when_nothing_runs_or_has_finished() -> None:
     assert names(host.step().admitted) == ["whole"], "all 8 blocks are for it"
 
 
-def test_growth_reserve_keeps_blocks_free_and_is_the_reason() -> None:
+def test_growth_reserve_keeps_blocks_free_and_is_the_deferral_reason() -> None:
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
     host.add("a", 60, max_tokens=40)
@@ -338,7 +338,7 @@ def test_growth_reserve_keeps_blocks_free_and_is_the_reason() -> None:
     assert kept(host.scheduler._parts.gates.reserves.policies[-1], 12) == 24 // 8
 
 
-def test_growth_follows_the_last_requests_and_counts_changes() -> None:
+def test_growth_reserve_follows_the_last_requests_and_counts_changes() -> None:
     reserve = growth_after([(50, 10)] + [(960, 240)] * (LEARNED_OVER - 1))
     before = (kept(reserve), reserve.num_changes)
     request = Request("a", [1] * 960, arrival_time=0.0, max_tokens=500)
@@ -397,10 +397,10 @@ def test_growth_reserve_is_smaller_when_running_requests_near_their_end() -> Non
     rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 9000)), max_size=4),
     waiting=st.lists(st.integers(1, 12), min_size=2, max_size=2),
 )
-def test_growth_is_bounded_and_the_same_for_the_same_changes(
+def test_growth_reserve_is_bounded_and_deterministic(
     ends: list[tuple[int, int]], pool: int, has_cache: bool, rows: list[tuple[int, int]], waiting: list[int]
 ) -> None:
-    """It is at most an eighth, does not fall with more waiting requests, and is equal while `num_changes` is."""
+    """At most an eighth of the pool; not less with more waiting requests; the same while `num_changes` is the same."""
     reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache, **running(*rows))
     found = {}
     for number in sorted(waiting):

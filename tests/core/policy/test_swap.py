@@ -188,7 +188,7 @@ def test_a_connector_that_saves_all_evicted_blocks_still_saves_them() -> None:
 
 
 @pytest.mark.parametrize(("block_seconds", "decided"), [(1e-4, "swap"), (1.0, "recompute")])
-def test_cheaper_compares_the_times_of_steps_and_copies(block_seconds: float, decided: str) -> None:
+def test_mode_cheaper_compares_the_times_of_recompute_and_copies(block_seconds: float, decided: str) -> None:
     """A block of 4 tokens takes 4 ms to recompute, so a swap is cheaper below 2 ms each way."""
     host = HostMemory(block_seconds, preemption_mode="cheaper")
     for group in range(12):
@@ -210,7 +210,7 @@ def test_cheaper_compares_the_times_of_steps_and_copies(block_seconds: float, de
         assert host.scheduler.stats().num_loaded_tokens == 0
 
 
-def test_fast_forward_after_a_copy_teaches_the_same_as_single_steps() -> None:
+def test_fast_forward_learns_the_same_copy_times_as_single_steps() -> None:
     """The copies of the step before are no part of their time."""
     decided = []
     for runs in (HostMemory.run, HostMemory.run_at_once):
@@ -255,7 +255,7 @@ def test_an_explanation_says_whether_a_victim_swaps() -> None:
     assert host.scheduler.explain(victim.request_id).recovery is None
 
 
-def test_after_a_reset_nothing_is_swapped() -> None:
+def test_after_a_prefix_cache_reset_no_blocks_are_swapped() -> None:
     host = HostMemory()
     short_of_blocks(host)
     victim = host.step_until_preempted()
@@ -312,7 +312,7 @@ def _without_copies(line: str) -> str:
     ("overrides", "words"),
     [
         ({"preemption_mode": "swop"}, 'choose "recompute", "swap" or "cheaper"'),
-        ({"preemption_mode": "swap", "enable_prefix_caching": False}, "turn it on"),
+        ({"preemption_mode": "swap", "enable_prefix_caching": False}, "turn enable_prefix_caching on"),
     ],
 )
 def test_invalid_swap_settings_are_refused(overrides: dict[str, Any], words: str) -> None:

@@ -198,7 +198,7 @@ def test_a_request_waits_for_step_time_when_decode_takes_too_long() -> None:
     assert tokens[waiting.request_id] == 64, "with `least` tokens"
 
 
-def test_a_request_deferred_for_step_time_starts_when_others_leave() -> None:
+def test_a_request_deferred_for_step_time_starts_when_others_finish() -> None:
     server, waiting, _ = crowded()
     for request in server.scheduler.running[:5]:
         server.scheduler.abort(request.request_id, server.now)
@@ -478,11 +478,11 @@ def test_invalid_target_itl_parameters_are_refused(limit: str, message: str) -> 
     "setting", [{"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"first_chunk_only": True}]
 )
 def test_target_itl_needs_chunked_prefill(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="prompts must be cut to it"):
+    with pytest.raises(ConfigError, match="cuts prompts to the token budget"):
         Host(token_limits=("target-itl",), **setting)
 
 
-def test_short_prompts_do_not_wait_beyond_observed_steps() -> None:
+def test_many_short_prompts_do_not_wait_for_step_time() -> None:
     """All prompts are shorter than the minimum chunk, so no step shows that more would fit."""
     server = Server("target-itl:seconds=0.05,least=64,patience=10")
     added = []

@@ -137,7 +137,7 @@ def test_under_priority_the_least_urgent_request_is_preempted() -> None:
     assert names(output.preempted) == ["lazy"]
 
 
-def test_a_victim_loses_the_tokens_of_the_step() -> None:
+def test_a_victim_loses_its_scheduled_tokens_of_the_step() -> None:
     host = Host(victim="lowest-priority", num_blocks=4, max_model_len=16)
     host.add("lazy", 5, priority=5)
     host.add("urgent", 8, priority=0)
@@ -148,7 +148,7 @@ def test_a_victim_loses_the_tokens_of_the_step() -> None:
     assert output.total_num_scheduled_tokens == 1
 
 
-def test_the_budget_of_a_victim_goes_to_requests_behind_it() -> None:
+def test_the_token_budget_of_a_victim_goes_to_requests_behind_it() -> None:
     host = Host(
         victim="lowest-priority",
         num_blocks=7,
@@ -178,7 +178,7 @@ def test_among_equal_priorities_the_last_arrival_is_preempted() -> None:
     assert tokens_of(output) == {"early": 1}
 
 
-def test_the_victim_policy_is_a_separate_setting() -> None:
+def test_the_victim_policy_can_be_set_independently_of_the_order() -> None:
     host = Host(order="priority", victim="latest", displace=False, num_blocks=4, max_model_len=16)
     host.add("lazy", 4, priority=5, max_tokens=12)
     host.step()
@@ -252,21 +252,21 @@ def three_in_a_full_pool(first: int, second: int, third: int, **config: Any) -> 
 CAN_HOLD = {"max_model_len": 32, "max_num_batched_tokens": 64}
 
 
-def test_without_prefix_cache_the_fewest_computed_tokens_are_lost() -> None:
+def test_least_cost_without_prefix_cache_loses_fewest_computed_tokens() -> None:
     host = three_in_a_full_pool(12, 5, 14, **CAN_HOLD)
     output = host.step()  # a lacks one block
     assert names(output.preempted) == ["b"]
     assert tokens_of(output) == {"a": 1, "c": 1}
 
 
-def test_the_victim_must_free_all_missing_blocks() -> None:
+def test_least_cost_chooses_a_victim_that_frees_all_missing_blocks() -> None:
     host = three_in_a_full_pool(12, 3, 12, **CAN_HOLD)
     output = host.step()  # a and c lack a block each, and b has but one
     assert names(output.preempted) == ["c"], "of two with equal cost, the one admitted last"
     assert tokens_of(output) == {"a": 1, "b": 1}
 
 
-def test_if_no_victim_suffices_the_one_that_frees_most_comes_first() -> None:
+def test_least_cost_first_preempts_the_largest_if_none_frees_enough() -> None:
     host = Host(
         victim="least-cost",
         num_blocks=8,
@@ -283,12 +283,12 @@ def test_if_no_victim_suffices_the_one_that_frees_most_comes_first() -> None:
     assert names(output.preempted) == ["a"]
 
 
-def test_with_a_prefix_cache_the_request_admitted_last_is_preempted() -> None:
+def test_least_cost_with_prefix_cache_preempts_the_last_admitted() -> None:
     host = three_in_a_full_pool(12, 5, 14, enable_prefix_caching=True, **CAN_HOLD)
     assert names(host.step().preempted) == ["c"]
 
 
-def test_with_a_prefix_cache_shared_blocks_do_not_count() -> None:
+def test_least_cost_does_not_count_shared_blocks_as_freed() -> None:
     host = Host(victim="least-cost", num_blocks=16, max_model_len=32, max_num_batched_tokens=64)
     shared = host.prompt(8)
     host.add("a", 4)
@@ -312,7 +312,7 @@ def test_a_request_outside_the_prefix_cache_is_not_the_first_victim(option: dict
     assert names(host.step().preempted)[0] == "b", "all computed tokens of c would be lost"
 
 
-def test_a_request_with_max_preemptions_is_exempt() -> None:
+def test_least_cost_exempts_a_request_preempted_max_preemptions_times() -> None:
     host = three_in_a_full_pool(12, 5, 14, victim="least-cost:max_preemptions=1", **CAN_HOLD)
     host.park("b")
     host.ready("b")

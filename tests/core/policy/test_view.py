@@ -75,7 +75,7 @@ GROUPS = [
 ]
 
 
-def test_with_groups_window_blocks_are_kept_by_their_holders() -> None:
+def test_kept_tokens_need_window_blocks_that_other_requests_hold() -> None:
     host, view = reading(num_blocks=64, kv_groups=(KVGroup(), WINDOW))
     shared = host.prompt(12)
     host.add("a", [*shared, 1], max_tokens=30)
@@ -92,8 +92,8 @@ def test_with_groups_window_blocks_are_kept_by_their_holders() -> None:
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(group.kind for group in groups))
-def test_kept_tokens_are_found_after_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
-    """And no other blocks are found of a request that loses its blocks at any moment."""
+def test_kept_tokens_of_a_victim_are_hits_after_all_evictions(groups: tuple[KVGroup, ...]) -> None:
+    """When a request loses its blocks at any moment, only the blocks of its kept tokens are cache hits."""
     num_kept = 0
     for seed in seeds(20, 500):
         rng = random.Random(seed)
@@ -198,7 +198,7 @@ def test_the_view_counts_the_budget_and_partial_prefills() -> None:
     assert view.budget <= 16
 
 
-def test_owed_blocks_are_those_of_the_remaining_prompt() -> None:
+def test_num_owed_blocks_counts_the_blocks_of_remaining_prompts() -> None:
     class Owed(Reserve):
         name = "owed"
         seen: ClassVar[list[int]] = []
@@ -241,7 +241,7 @@ def test_num_blocks_for_rounds_up_to_whole_blocks() -> None:
     assert [view.num_blocks_for(count) for count in (1, 4, 5, 9)] == [1, 1, 2, 3]
 
 
-def test_shared_blocks_of_a_checked_request_are_those_others_hold() -> None:
+def test_num_shared_blocks_counts_hits_that_other_requests_hold() -> None:
     class Shared(Reserve):
         name = "shared"
         seen: ClassVar[list[int]] = []

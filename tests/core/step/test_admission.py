@@ -25,7 +25,7 @@ def test_waiting_requests_are_admitted_in_order_until_one_blocks_the_queue() -> 
     assert (small.reason, small.blocker, small.position) == (Reason.BEHIND, "large", 1)
 
 
-def test_without_a_free_sequence_slot_the_reason_is_sequence_limit() -> None:
+def test_without_a_free_slot_the_deferral_reason_is_sequence_limit() -> None:
     host = Host(max_num_seqs=2)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 2)
@@ -72,7 +72,7 @@ def test_invalid_max_num_active_seqs_is_refused(limit: object) -> None:
     assert host.scheduler.config.num_sequence_slots == 4
 
 
-def test_without_remaining_tokens_the_reason_is_budget() -> None:
+def test_without_remaining_budget_the_deferral_reason_is_budget() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 8)
     host.add("b", 2)
@@ -83,7 +83,7 @@ def test_without_remaining_tokens_the_reason_is_budget() -> None:
     assert tokens_of(host.step()) == {"a": 1, "b": 2}
 
 
-def test_the_last_admission_of_a_step_takes_the_remaining_budget() -> None:
+def test_the_last_admission_of_a_step_gets_the_remaining_budget() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 5)
     host.add("b", 9)
@@ -92,7 +92,7 @@ def test_the_last_admission_of_a_step_takes_the_remaining_budget() -> None:
     assert output.samples.tolist() == [True, False]
 
 
-def test_without_blocks_for_the_first_chunk_the_reason_is_blocks() -> None:
+def test_without_blocks_for_one_chunk_the_deferral_reason_is_blocks() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     host.add("a", 11, max_tokens=5)
     host.step()
@@ -163,7 +163,7 @@ def test_a_blocked_head_is_checked_again_when_its_hit_may_be_longer() -> None:
     assert output.num_cached_tokens.tolist() == [8]
 
 
-def test_a_publication_alone_rechecks_a_blocked_head() -> None:
+def test_a_blocked_head_is_checked_again_when_a_block_is_published() -> None:
     host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
     prompt = host.prompt(17)
     host.add("a", prompt)
@@ -249,7 +249,7 @@ def test_a_blocked_head_is_checked_again_when_it_becomes_head_again() -> None:
     assert names(host.step().admitted) == ["large"]
 
 
-def test_a_head_is_checked_again_when_a_bypassing_request_holds_its_prefix() -> None:
+def test_a_head_is_rechecked_when_a_bypassing_request_shares_its_prefix() -> None:
     host = Host(
         num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=32, order="priority", displace=False
     )
@@ -273,7 +273,7 @@ def test_a_head_is_checked_again_when_a_bypassing_request_holds_its_prefix() -> 
     assert host.scheduler.get_request("head") is None or host.explain("head").status.name == "RUNNING"
 
 
-def test_explain_gives_the_reason_that_holds_in_the_newest_step() -> None:
+def test_explain_gives_the_deferral_reason_of_the_newest_step() -> None:
     host = Host(num_blocks=16, watermark=0.2, max_num_batched_tokens=32)
     host.add("a", 20, max_tokens=40)
     host.step()
@@ -328,7 +328,7 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     ],
     ids=str,
 )
-def test_kept_verdicts_decide_like_fresh_checks(config: dict[str, Any]) -> None:
+def test_stored_admission_verdicts_decide_like_new_checks(config: dict[str, Any]) -> None:
     for seed in range(short_or_long(2, 24)):
         assert _decisions(seed, config, forgets=False) == _decisions(seed, config, forgets=True)
 

@@ -96,7 +96,7 @@ def test_steps_with_drafts_give_the_tokens_of_single_steps(monkeypatch: pytest.M
     assert steps < max_tokens
 
 
-def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
     host = speculative()
     prompt = host.prompt(4)
     stop = reference_output(prompt, 4)[2]
@@ -111,7 +111,7 @@ def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
 
 
 @pytest.mark.parametrize("stops", [{"eos_token_ids": (EOS,)}, {"eos_token_ids": (EOS,), "stop_token_ids": (5,)}])
-def test_eos_within_a_run_ends_it_unless_min_tokens_forbids_it(stops: dict[str, Any]) -> None:
+def test_eos_among_accepted_drafts_ends_a_request_after_min_tokens(stops: dict[str, Any]) -> None:
     host = speculative()
     for request_id, min_tokens in (("a", 0), ("b", 4)):
         host.add(request_id, 2, min_tokens=min_tokens, **stops)
@@ -228,7 +228,7 @@ def test_draft_table_limits_drafts_by_the_number_of_running_requests() -> None:
     assert scheduled[4] == (0, [0, 0, 0])
 
 
-def test_the_budget_goes_to_the_first_rows_and_a_cut_draft_is_forgotten() -> None:
+def test_drafts_that_the_long_prefill_threshold_cuts_are_dropped() -> None:
     host = speculative(max_num_seqs=1, max_num_batched_tokens=8, long_prefill_token_threshold=3)
     _, output = decoding(host, prompt=2)
     host.add("waiting")
@@ -253,7 +253,7 @@ def test_drafts_never_cause_a_preemption() -> None:
     host.run_to_end()
 
 
-def test_drafts_take_free_blocks_and_later_tokens_use_them() -> None:
+def test_blocks_allocated_for_drafts_are_used_by_later_tokens() -> None:
     host = speculative(block_size=1, num_blocks=32)
     _, output = decoding(host, prompt=2, max_tokens=12)
     host.propose(output, {"a": [WRONG] * 3})
@@ -277,7 +277,7 @@ def test_a_rejected_draft_is_never_found_in_the_prefix_cache() -> None:
     assert liar.num_cached_tokens == 4
 
 
-def test_tokens_of_a_run_reach_a_request_that_lost_its_row_meanwhile() -> None:
+def test_accepted_drafts_are_appended_to_a_request_that_lost_its_row() -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": [*right(request, 2), WRONG]})
@@ -301,7 +301,7 @@ def test_a_failed_step_is_rolled_back_and_its_drafts_are_dropped() -> None:
     assert tokens_of(host.step()) == {"a": 1}
 
 
-def test_a_failed_row_with_drafts_finishes_alone() -> None:
+def test_only_the_failed_row_of_rows_with_drafts_finishes() -> None:
     host = speculative()
     host.add("a")
     b = host.add("b")
@@ -376,7 +376,7 @@ def test_a_recording_with_drafts_replays() -> None:
         (4, (3, 3, 3, 3), (0, 0, 0, 0)),
     ],
 )
-def test_a_short_budget_cuts_the_drafts_of_all_rows_alike(
+def test_a_small_token_budget_cuts_the_drafts_of_all_rows_equally(
     budget: int, proposed: tuple[int, ...], verified: tuple[int, ...]
 ) -> None:
     host = speculative(max_num_batched_tokens=budget)
@@ -403,7 +403,7 @@ def padding(output: SchedulerOutput) -> dict[str, list[int]]:
     }
 
 
-def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
+def test_a_request_s_first_step_of_one_token_is_padded_beside_decodes() -> None:
     """Rows of one token and three placeholders, whether the prompt is one token or all but one are cached."""
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=16, block_size=4)
     first = host.add("a", 1, max_tokens=12)
@@ -431,7 +431,7 @@ def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 12)
 
 
-def test_a_first_step_is_not_padded_beside_a_prefill_nor_beyond_the_model() -> None:
+def test_no_first_step_is_padded_beside_a_prefill_or_past_max_model_len() -> None:
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=8, max_model_len=12)
     host.add("a", list(range(11)), max_tokens=1)
     assert tokens_of(host.step()) == {"a": 8}
@@ -518,14 +518,14 @@ def test_a_first_step_is_padded_as_far_as_limits_on_drafts_allow(
     ("overrides", "message"),
     [
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1; it must be between 0 and"),
-        ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "draft_table allows 4 from 2 running.*no effect"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "allows 4 drafts with 2 or more running.*only 3"),
         ({"num_draft_tokens": 3, "draft_table": ((2, 1), (2, 0))}, "running requests in draft_table is 2; .*between 3"),
         ({"num_draft_tokens": 3, "draft_table": ((0, 1),)}, "running requests in draft_table is 0; .*between 1"),
         ({"num_draft_tokens": 3, "draft_table": ((1, -1),)}, "drafts in draft_table is -1"),
         ({"num_draft_tokens": 3, "draft_table": (1, 2)}, "draft_table is .*give pairs"),
         ({"pad_first_decodes": True}, "pad_first_decodes=True needs num_draft_tokens"),
-        ({"num_draft_tokens": 3, "draft_table": ((2, 1),), "pad_first_decodes": True}, r"\(no draft_table\)"),
-        ({"draft_table": ((1, 0),)}, "draft_table is .*no effect.*num_draft_tokens"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 1),), "pad_first_decodes": True}, "an empty draft_table"),
+        ({"draft_table": ((1, 0),)}, "draft_table is .*no drafts; raise num_draft_tokens"),
     ],
 )
 def test_invalid_knobs_of_speculation_are_refused(overrides: dict[str, Any], message: str) -> None:
@@ -540,10 +540,10 @@ def test_a_draft_table_may_come_from_json() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "counts", "message"),
     [
-        ([1], [1, 0], r"counts has shape \(2,\) and step 0 1 row"),
+        ([1], [1, 0], r"counts has shape \(2,\); give one number for each of the 1 row"),
         ([1], [2], r"token_ids has shape \(1,\) and counts asks for 2"),
-        ([1] * 4, [4], "4 drafts for a row, and num_draft_tokens is 3; propose 0 to 3"),
-        ([], [-1], "-1 drafts for a row"),
+        ([1] * 4, [4], "counts has 4 drafts for a row, but num_draft_tokens is 3; propose 0 to 3"),
+        ([], [-1], "counts has -1 drafts for a row"),
         ([-1], [1], "token id -1 is proposed"),
         ([2**31], [1], "token id 2147483648 is proposed"),
         ([1.5], [1], "token_ids must be a flat sequence of integers"),
@@ -562,10 +562,10 @@ def test_drafts_for_a_step_in_flight_are_refused() -> None:
     host = speculative()
     host.add("a")
     output = host.schedule()
-    with pytest.raises(StepOrderError, match="step 0 cannot be proposed before its update"):
+    with pytest.raises(StepOrderError, match="cannot be proposed for step 0 before its update"):
         host.propose(output, {"a": [1]})
     host.fail(output)
-    with pytest.raises(StepOrderError, match="step 0 cannot be proposed"):
+    with pytest.raises(StepOrderError, match="cannot be proposed for step 0"):
         host.propose(output, {"a": [1]})
 
 
@@ -575,7 +575,7 @@ def test_a_result_has_one_token_and_up_to_one_more_per_draft(counts: list[Any]) 
     request, output = decoding(host)
     host.propose(output, {"a": right(request, 2)})
     output = host.schedule()
-    with pytest.raises(StepResultError, match=r"counts is .*; this step yields 1 to \[3\]"):
+    with pytest.raises(StepResultError, match=r"counts is .*, but must be between \[1\] and \[3\] in this step"):
         host.scheduler.update(output, StepResult([1] * int(sum(counts)), counts), host.now)
     assert host.update(output).counts.tolist() == [3]
 

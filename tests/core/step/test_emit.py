@@ -19,7 +19,7 @@ def counting_host(**config: Any) -> Host:
     return Host(**{"num_blocks": 40, "max_num_batched_tokens": 64, "count_common_prefix": True, **config})
 
 
-def test_rows_that_share_a_prompt_begin_with_its_blocks() -> None:
+def test_the_common_prefix_of_rows_with_one_prompt_is_its_blocks() -> None:
     host = counting_host()
     shared = host.prompt(12)
     host.add("a", [*shared, 1, 2])

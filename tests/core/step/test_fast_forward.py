@@ -133,7 +133,7 @@ def test_no_steps_are_guaranteed_if_a_listener_needs_every_step() -> None:
 # ---------------------------------------------------------------------- advance
 
 
-def test_advance_changes_and_reports_like_single_steps() -> None:
+def test_advance_has_the_effects_and_reports_of_single_steps() -> None:
     host, listener = decoding(max_num_seqs=2), Runs()
     host.add("waits", 4)
     host.step()
@@ -156,7 +156,7 @@ def test_advance_changes_and_reports_like_single_steps() -> None:
     assert host.schedule().step_id == run.first_step_id + 6
 
 
-def test_advance_takes_tokens_of_each_step_and_separate_last_ones() -> None:
+def test_advance_accepts_tokens_per_step_and_separate_last_tokens() -> None:
     host = decoding(1)
     host.scheduler.advance(ends(3), [[1], [2], [3]])
     host.now = 120.0
@@ -189,7 +189,7 @@ def test_advance_reports_what_the_outputs_would_report() -> None:
     assert host.schedule().finished == ()
 
 
-def test_advance_may_exceed_the_space_for_recent_tokens() -> None:
+def test_advance_may_append_more_tokens_than_the_recent_tokens_buffer() -> None:
     host = decoding(1, num_blocks=600, max_model_len=2300, block_size=4)
     host.add("long", 4, max_tokens=2200)
     host.step()
@@ -206,7 +206,7 @@ def test_advance_may_exceed_the_space_for_recent_tokens() -> None:
 @pytest.mark.parametrize(
     ("times", "tokens", "last", "error", "message"),
     [
-        (ends(20), [1, 1], None, StepOrderError, "20 step\\(s\\) at once, and 19 are guaranteed"),
+        (ends(20), [1, 1], None, StepOrderError, "times has 20 step\\(s\\), but only 19 are guaranteed"),
         ([100.0], [1, 1], None, StepOrderError, "times has 1 value"),
         (ends(2), [1], None, StepResultError, r"shape \(1,\); give \[2\] \(rows\) or \[2, 2\]"),
         (ends(2), [[1, 1]], None, StepResultError, r"shape \(1, 2\)"),
@@ -266,7 +266,7 @@ def test_a_recording_with_advance_replays() -> None:
     assert (report.num_steps, report.num_requests) == (8, 2)
 
 
-def test_an_altered_decision_of_advance_is_found() -> None:
+def test_a_replay_detects_an_altered_decision_of_advance() -> None:
     lines = record()
     number = next(index for index, line in enumerate(lines) if '"advance"' in line)
     assert '"block_steps":[0,0]' in lines[number]

@@ -45,7 +45,7 @@ def test_a_request_without_samples_shares_steps_with_decodes() -> None:
     assert other.output_token_ids.tolist() == reference_output(other.prompt_token_ids, 4)
 
 
-def test_a_request_without_samples_is_scheduled_once_in_flight() -> None:
+def test_a_request_without_samples_is_not_scheduled_twice_in_flight() -> None:
     host = Host(max_steps_in_flight=3)
     request = host.add("a", 6, max_tokens=0)
     other = host.add("b", 4, max_tokens=4)
@@ -59,7 +59,7 @@ def test_a_request_without_samples_is_scheduled_once_in_flight() -> None:
     assert other.num_output_tokens == 4
 
 
-def test_a_prompt_without_samples_may_fill_the_model_and_the_pool() -> None:
+def test_a_prompt_without_samples_may_fill_max_model_len_and_the_pool() -> None:
     host = Host(max_model_len=16, num_blocks=4)
     with pytest.raises(RequestRefused, match="leaves no room"):
         host.add("a", 16, max_tokens=1)
@@ -120,7 +120,7 @@ def test_a_failed_step_is_rolled_back_and_the_prompt_recomputed() -> None:
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_an_error_of_its_row_finishes_a_request_without_samples() -> None:
+def test_a_row_error_finishes_a_request_without_samples() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()

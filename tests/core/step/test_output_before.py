@@ -31,7 +31,7 @@ def ending(host: Host, request: Request) -> tuple[Any, ...]:
     num_blocks=st.integers(16, 40),
     stop=st.lists(st.integers(0, 996), max_size=300, unique=True),
 )
-def test_a_moved_request_gets_the_same_tokens(
+def test_a_request_moved_to_another_scheduler_gets_the_same_tokens(
     prompt: int, max_tokens: int, min_tokens: int, cut: float, chunked: bool, others: int, num_blocks: int,
     stop: list[int],
 ) -> None:  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_moved_request_gets_the_same_tokens(
     replay(io.StringIO(file.getvalue()))
 
 
-def test_repetitions_before_and_after_the_move_count_together() -> None:
+def test_repetitions_before_and_after_a_move_are_counted_together() -> None:
     host = Host()
     request = host.add("a", 3, max_tokens=20, output_token_ids=[7, 7], repetition_detection=REPETITION)
     host.step({"a": 7})
@@ -74,7 +74,7 @@ def test_repetitions_before_and_after_the_move_count_together() -> None:
         ),
         ({"output_token_ids": [1], "more_input": True}, "output_token_ids are given and more_input is True"),
         ({"output_token_ids": [-1]}, "-1"),
-        ({"output_token_ids": [1] * 5, "max_total_tokens": 8}, "max_total_tokens ends it at 8, so nothing is left"),
+        ({"output_token_ids": [1] * 5, "max_total_tokens": 8}, "max_total_tokens ends it at 8 tokens, so no"),
     ],
 )
 def test_a_request_with_nothing_to_generate_is_refused(fields: dict[str, Any], message: str) -> None:

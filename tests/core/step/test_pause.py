@@ -66,7 +66,7 @@ def test_steps_in_flight_at_a_pause_are_updated() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_a_step_failed_in_a_pause_is_rewound_and_tables_are_sent_after_it() -> None:
+def test_after_a_step_fails_in_a_pause_full_block_tables_are_sent() -> None:
     host = Host()
     host.add("a", 8, max_tokens=4)
     host.step()
@@ -80,7 +80,7 @@ def test_a_step_failed_in_a_pause_is_rewound_and_tables_are_sent_after_it() -> N
     assert not host.step().resync
 
 
-def test_pausing_and_resuming_twice_is_allowed_and_the_later_mode_counts() -> None:
+def test_pause_and_resume_can_be_repeated_and_the_last_mode_applies() -> None:
     host = Host()
     host.add("a", max_tokens=4)
     assert host.scheduler.pause_mode is None
@@ -96,7 +96,7 @@ def test_pausing_and_resuming_twice_is_allowed_and_the_later_mode_counts() -> No
     assert names(host.step().requests) == ["a"]
 
 
-def test_rows_left_out_in_a_full_pause_are_no_reason_after_it() -> None:
+def test_rows_that_a_full_pause_stopped_have_no_reason_after_the_pause() -> None:
     host = Host()
     host.add("a")
     host.add("b")
@@ -113,7 +113,7 @@ def test_rows_left_out_in_a_full_pause_are_no_reason_after_it() -> None:
     assert names(host.step().requests) == ["a"]
 
 
-def test_an_unknown_mode_changes_nothing() -> None:
+def test_a_pause_with_an_unknown_mode_changes_nothing() -> None:
     host = Host()
     with pytest.raises(ValueError, match="gentle"):
         host.scheduler.pause(1.0, "gentle")  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_priority_preemption_frees_a_sequence_slot() -> None:
     assert lazy.output_token_ids.tolist() == reference_output(lazy.prompt_token_ids, 6)
 
 
-def test_no_priority_preemption_above_a_lowered_cap() -> None:
+def test_no_priority_preemption_while_too_many_run_for_a_lowered_limit() -> None:
     host = priority_host()
     for request_id in "abc":
         host.add(request_id, 2, priority=5, max_tokens=20)
@@ -72,7 +72,7 @@ def test_several_requests_are_preempted_if_one_is_not_enough() -> None:
     assert tokens_of(output) == {"a": 1, "urgent": 15}
 
 
-def test_no_preemption_if_it_would_not_help() -> None:
+def test_no_priority_preemption_if_the_head_would_still_not_fit() -> None:
     host = priority_host(num_blocks=8, max_model_len=32)
     host.add("equal", 17, priority=0)
     host.add("lazy", 5, priority=5)

@@ -22,7 +22,7 @@ from tests.core.helpers import EOS, Host, blocks_of, cached_of, names, reference
 AWAITS = RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
-def test_parts_are_computed_on_arrival_and_only_the_last_samples() -> None:
+def test_prompt_parts_are_computed_on_arrival_and_only_the_last_samples() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0, more_input=True)
     assert tokens_of(host.step()) == {"a": 6}
@@ -39,7 +39,7 @@ def test_parts_are_computed_on_arrival_and_only_the_last_samples() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_parts_that_arrive_early_are_computed_together() -> None:
+def test_prompt_parts_that_arrive_early_are_computed_together() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=0, more_input=True)
     host.extend("a", 4, more=True, max_tokens=0)
@@ -123,7 +123,7 @@ def test_requests_that_wait_for_input_block_no_others() -> None:
     assert host.stats().finished["length"] == 7
 
 
-def test_an_evicted_part_is_recomputed() -> None:
+def test_an_evicted_prompt_part_is_recomputed() -> None:
     host = Host(enable_prefix_caching=False)
     request = host.add("a", 6, max_tokens=0, more_input=True)
     host.step()
@@ -191,7 +191,7 @@ def test_a_part_with_invalid_encoder_inputs_is_refused(inputs: list[Any], why: s
     assert request.more_input and not request.parts
 
 
-def test_speculation_continues_in_the_next_part() -> None:
+def test_speculation_continues_in_the_next_prompt_part() -> None:
     host = Host(num_draft_tokens=3)
     request = host.add("a", 5, max_tokens=6, more_input=True)
     for tokens in ([], [7, 8]):
@@ -238,7 +238,7 @@ def test_a_part_added_after_a_pause_and_a_reset_recomputes_the_prompt() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_the_log_reports_every_part() -> None:
+def test_the_event_log_reports_every_prompt_part() -> None:
     host = Host(log_request_events=True)
     request = host.add("a", 4, max_tokens=2, more_input=True)
     host.step()
@@ -269,7 +269,7 @@ def test_a_part_that_does_not_fit_is_refused_and_the_request_continues() -> None
         host.extend("a", 11, more=True, max_tokens=0)
     with pytest.raises(RequestRefused, match="leaves no room"):
         host.extend("a", 10, max_tokens=1)
-    with pytest.raises(RequestRefused, match="without tokens"):
+    with pytest.raises(RequestRefused, match="the part has no tokens"):
         host.extend("a", [], more=True, max_tokens=0)
     with pytest.raises(RequestRefused, match="token id -1"):
         host.extend("a", [-1])
@@ -312,7 +312,7 @@ def test_ready_does_not_end_the_wait_for_input() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=0, more_input=True)
     host.step()
-    with pytest.raises(InvalidTransition, match="waits for input; extend it"):
+    with pytest.raises(InvalidTransition, match="waits for the next part of its prompt; call extend"):
         host.ready("a")
     host.park("a", ParkReason.GRAMMAR)
     host.ready("a")

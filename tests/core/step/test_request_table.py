@@ -207,7 +207,7 @@ def test_an_abort_in_any_place_returns_all_blocks(state: Callable[[Host], None])
     assert "a" in names(host.step().finished)
 
 
-def test_abort_of_an_unknown_or_ended_request_is_none_and_no_error() -> None:
+def test_abort_of_an_unknown_or_finished_request_returns_none() -> None:
     host = Host()
     assert host.abort("ghost") is None
     host.add("a", 4, max_tokens=1)
@@ -226,7 +226,7 @@ def test_an_ended_request_keeps_its_tokens() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_finish_takes_the_host_s_reason_and_keep_tokens() -> None:
+def test_finish_applies_the_host_s_reason_and_keep_tokens() -> None:
     host = Host()
     request = host.add("a", 4)
     for _ in range(5):
@@ -240,7 +240,7 @@ def test_finish_takes_the_host_s_reason_and_keep_tokens() -> None:
 
 
 @pytest.mark.parametrize(("keep_tokens", "kept"), [(0, 0), (5, 5), (99, 5), (None, 5)])
-def test_keep_tokens_cuts_and_never_adds(keep_tokens: int | None, kept: int) -> None:
+def test_keep_tokens_removes_output_tokens_and_never_adds_any(keep_tokens: int | None, kept: int) -> None:
     host = Host()
     request = host.add("a", 4)
     for _ in range(5):
@@ -262,7 +262,7 @@ def test_a_sample_in_flight_when_the_host_ends_a_request_is_dropped() -> None:
 def test_invalid_finishes_are_refused_and_change_nothing() -> None:
     host = Host()
     request = host.add("a", 4)
-    with pytest.raises(InvalidTransition, match="request 'a' was accepted; end it with another reason than REFUSED"):
+    with pytest.raises(InvalidTransition, match="request 'a' was accepted, so its finish reason cannot be REFUSED"):
         host.scheduler.finish("a", FinishReason.REFUSED, 0.0)
     with pytest.raises(ValueError, match="keep_tokens is -1; give 0 or more"):
         host.scheduler.finish("a", FinishReason.STOP, 0.0, keep_tokens=-1)
@@ -285,7 +285,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_continues(state: Callable
     assert host.scheduler.get_request("a") is first
 
 
-def test_an_id_is_free_once_an_output_has_reported_its_end() -> None:
+def test_a_request_id_is_free_once_an_output_reported_its_finish() -> None:
     host = Host()
     first = host.add("a", 4, max_tokens=1)
     host.step()
@@ -298,7 +298,7 @@ def test_an_id_is_free_once_an_output_has_reported_its_end() -> None:
     assert second.is_finished and second is not first
 
 
-def test_each_end_is_reported_once() -> None:
+def test_each_finished_request_is_reported_once() -> None:
     host = Host()
     for request_id in "abc":
         host.add(request_id, 4, eos_token_ids=(EOS,))
@@ -321,7 +321,7 @@ def test_a_request_object_can_be_added_only_once() -> None:
     request = host.add("a", 4, max_tokens=1)
     host.run_to_end()
     host.step()
-    with pytest.raises(InvalidTransition, match="request 'a' was added before; make a new Request"):
+    with pytest.raises(InvalidTransition, match="request 'a' was already added once; create a new Request"):
         host.scheduler.add(request, 0.0)
     other = Request("b", [1], arrival_time=0.0, max_tokens=1)
     host.scheduler.add(other, 0.0)
@@ -342,7 +342,7 @@ def test_a_new_priority_reorders_the_queue_immediately() -> None:
     assert names(host.step().admitted) == ["c"]
 
 
-def test_a_parked_request_takes_its_new_place_when_it_is_ready() -> None:
+def test_a_parked_request_is_queued_by_its_new_priority_when_ready() -> None:
     host = Host(order="priority", max_num_seqs=1)
     host.add("a", 4, priority=1)
     host.add("b", 4, priority=2, park=ParkReason.GRAMMAR)
@@ -384,7 +384,7 @@ def test_a_finish_reason_may_be_given_by_its_value(reason: FinishReason) -> None
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_an_unknown_reason_changes_nothing() -> None:
+def test_finish_and_park_with_an_unknown_reason_change_nothing() -> None:
     host = Host()
     host.add("a", 4)
     host.step()

@@ -170,7 +170,7 @@ def test_a_shared_block_of_a_failed_step_is_recomputed() -> None:
     assert a.num_output_tokens == 0
 
 
-def test_an_end_in_a_failed_output_is_reported_again() -> None:
+def test_a_finish_in_a_failed_output_is_reported_again() -> None:
     host = Host()
     host.add("a", 4)
     host.add("b", 4, max_tokens=8)
@@ -267,7 +267,7 @@ def test_the_output_after_a_failure_has_all_full_block_tables() -> None:
     assert len(following.block_ids) == 0
 
 
-def test_resync_lasts_until_every_running_request_was_in_an_output() -> None:
+def test_resync_is_set_until_each_running_request_was_in_an_output() -> None:
     host = Host(max_steps_in_flight=3)
     host.add("a", 4, max_tokens=2)
     host.add("b", 4, max_tokens=20)

@@ -25,7 +25,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_requests_that_decode() -> No
     assert (short.num_output_tokens, long.num_output_tokens) == (5, 2), "decoding never paused"
 
 
-def test_chunking_does_not_change_a_single_token() -> None:
+def test_chunked_prefill_does_not_change_output_tokens() -> None:
     host = Host(max_num_batched_tokens=5)
     requests = [host.add(f"r{index}", 3 + 4 * index, max_tokens=6) for index in range(4)]
     host.run_to_end()
@@ -56,7 +56,7 @@ def test_continued_rows_come_first_and_keep_their_admission_order() -> None:
     assert output.num_continued == 3
 
 
-def test_a_row_takes_a_block_only_when_the_ones_it_has_are_full() -> None:
+def test_a_row_gets_a_block_only_when_its_blocks_are_full() -> None:
     host = Host()
     host.add("a", 3, max_tokens=8)
     told = [len(output.block_ids) for output in host.run_to_end()]
@@ -193,7 +193,7 @@ def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_only_requests_without_runs_ahead_wait_for_their_samples() -> None:
+def test_only_requests_with_runs_ahead_off_wait_for_their_samples() -> None:
     """Alone, beside a steadily decoding row, and beside a prompt in chunks; again after a preemption."""
     host = Host(max_steps_in_flight=2, max_num_batched_tokens=8)
     request = host.add("a", 12, max_tokens=9, runs_ahead=False)
@@ -262,7 +262,7 @@ def test_a_row_is_reused_only_after_every_step_that_names_it() -> None:
     assert blocks_of(third, "b"), "the blocks need no such care: a host executes its steps in order"
 
 
-def test_prefill_first_never_mixes_even_if_the_asking_row_is_preempted() -> None:
+def test_prefill_first_never_mixes_prompts_and_decodes_after_preemption() -> None:
     """b finds no block and is itself the victim, so no prompt advances; c's must not advance beside a's decoding."""
     knobs = {"batching": "prefill-first", "shortage": "look-ahead", "victim": "lowest-priority"}
     sizes = {"num_blocks": 6, "block_size": 1, "max_model_len": 6, "max_num_batched_tokens": 8}

@@ -58,7 +58,7 @@ def test_freed_blocks_cause_lookups_only_of_requests_that_may_fit(monkeypatch: p
     assert host.explain("other 2").missing == 6 - host.stats().num_free_blocks
 
 
-def test_missing_blocks_are_those_of_the_newest_step() -> None:
+def test_an_explanation_has_the_missing_blocks_of_the_newest_step() -> None:
     host = crowded_host()
     before = host.explain("other 1").missing
     free = host.stats().num_free_blocks
@@ -87,7 +87,7 @@ def test_a_request_fits_once_another_one_holds_its_prefix() -> None:
     assert names(host.step().admitted) == ["other"]
 
 
-def test_the_blocker_s_missing_blocks_are_current_after_skipped_ones_leave() -> None:
+def test_missing_blocks_of_the_blocker_are_current_after_aborts() -> None:
     """ "head" has reached its bound of bypasses; "urgent", before it, is skipped."""
     host = Host(
         order="priority", reserves=("bypass:bound=1,kept=0",), num_blocks=24, max_num_batched_tokens=500, max_num_seqs=9
@@ -108,7 +108,7 @@ def test_the_blocker_s_missing_blocks_are_current_after_skipped_ones_leave() -> 
 
 
 @pytest.mark.parametrize("event", ["head leaves", "step fails"])
-def test_missing_blocks_stay_known_until_the_next_step(event: str) -> None:
+def test_missing_blocks_of_a_request_stay_known_until_the_next_step(event: str) -> None:
     host = crowded_host()
     free = host.stats().num_free_blocks
     output = host.schedule()

@@ -170,7 +170,7 @@ def test_blocks_of_a_finished_request_are_freed_by_the_update() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_a_result_may_have_counts_without_drafts_if_they_agree() -> None:
+def test_a_result_without_drafts_may_have_counts_if_they_are_correct() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 4)
     host.add("long", 9)
@@ -196,7 +196,7 @@ def test_a_row_with_an_error_finishes_and_the_others_continue() -> None:
     assert {reason: count for reason, count in host.stats().finished.items() if count} == {"length": 2, "error": 1}
 
 
-def test_kv_of_a_failed_row_is_not_found_again() -> None:
+def test_kv_of_a_failed_row_is_not_found_in_the_prefix_cache() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 12)
     host.step()
@@ -207,7 +207,7 @@ def test_kv_of_a_failed_row_is_not_found_again() -> None:
     assert host.step().num_cached_tokens.tolist() == [8], "the first chunk was written well"
 
 
-def test_blocks_published_after_a_failed_row_s_are_removed_too() -> None:
+def test_cached_blocks_computed_after_a_failed_row_are_removed_too() -> None:
     host = Host(max_num_batched_tokens=32)
     failing = host.add("a", 5)
     sharing = host.add("b", [*failing.prompt_token_ids[:4], *host.prompt(6)], max_tokens=10)
@@ -347,16 +347,16 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
 ]
 BAD_RESULTS = [
     *BAD_TOKENS,
-    ({"token_ids": [1, 2], "counts": [1, 1]}, r"counts is \[1, 1\]; this step yields \[1, 1, 0\]"),
-    ({"token_ids": [1, 2], "counts": [1, 0, 1]}, r"counts is \[1, 0, 1\]; this step yields \[1, 1, 0\]"),
-    ({"token_ids": [1, 2, 3], "counts": [2, 1, 0]}, r"counts is \[2, 1, 0\]; this step yields \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "counts": [1, 1]}, r"counts is \[1, 1\], but must be \[1, 1, 0\]"),
+    ({"token_ids": [1, 2], "counts": [1, 0, 1]}, r"counts is \[1, 0, 1\], but must be \[1, 1, 0\]"),
+    ({"token_ids": [1, 2, 3], "counts": [2, 1, 0]}, r"counts is \[2, 1, 0\], but must be \[1, 1, 0\]"),
     ({"token_ids": [1, 2], "unsampled": [0]}, r"token_ids has shape \(2,\) and 1 row\(s\)"),
-    ({"token_ids": [1, 2], "unsampled": [3]}, "unsampled names row 3 and the output has rows 0 to 2"),
-    ({"token_ids": [1, 2], "unsampled": [2]}, "unsampled names row 2, which is named twice or samples nothing"),
-    ({"token_ids": [1], "unsampled": [0, 0]}, "unsampled names row 0, which is named twice or samples nothing"),
-    ({"token_ids": [1], "errors": {0: "x"}, "unsampled": [0]}, "unsampled names row 0, which has an error"),
-    ({"token_ids": [1, 2], "errors": {3: "x"}}, "errors names row 3 and the output has rows 0 to 2"),
-    ({"token_ids": [1, 2], "errors": {-1: "x"}}, "errors names row -1 and the output has rows 0 to 2"),
+    ({"token_ids": [1, 2], "unsampled": [3]}, "unsampled has row 3, but the output has only rows 0 to 2"),
+    ({"token_ids": [1, 2], "unsampled": [2]}, "unsampled has row 2, which is listed twice or samples nothing"),
+    ({"token_ids": [1], "unsampled": [0, 0]}, "unsampled has row 0, which is listed twice or samples nothing"),
+    ({"token_ids": [1], "errors": {0: "x"}, "unsampled": [0]}, "unsampled has row 0, which has an error"),
+    ({"token_ids": [1, 2], "errors": {3: "x"}}, "errors has row 3, but the output has only rows 0 to 2"),
+    ({"token_ids": [1, 2], "errors": {-1: "x"}}, "errors has row -1, but the output has only rows 0 to 2"),
 ]
 
 
@@ -581,7 +581,7 @@ def three_that_share() -> tuple[Host, SchedulerOutput]:
     return host, host.schedule()
 
 
-def test_a_failed_row_s_blocks_are_removed_even_if_computed_twice() -> None:
+def test_a_failed_row_s_blocks_are_uncached_even_if_computed_twice() -> None:
     host, output = three_that_share()
     host.scheduler.update(output, StepResult([7, 7], errors={0: "broken"}), host.now)
     host.scheduler.check_invariants()

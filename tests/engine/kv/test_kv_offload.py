@@ -313,7 +313,10 @@ def test_async_engine_offloads_kv_with_equal_outputs(loaded: LoadedModel, expect
         ({"kv_offload_bytes": AMPLE, "kv_load_timeout": 3.0}, "no request waits for KV"),
         ({"kv_load_failure_policy": "fail"}, "no request waits for KV"),
         ({"preemption_mode": "swap"}, "there is no host memory to swap to; give kv_offload_bytes"),
-        ({"preemption_mode": "cheaper", "kv_offload_bytes": AMPLE, "enable_prefix_caching": False}, "turn it on"),
+        (
+            {"preemption_mode": "cheaper", "kv_offload_bytes": AMPLE, "enable_prefix_caching": False},
+            "prefix_caching on",
+        ),
         ({"kv_store_role": "producer"}, "there is no kv_store"),
         ({"kv_store_bytes": 1 << 20}, "there is no kv_store"),
     ],
