@@ -30,8 +30,8 @@ class RecordingFile(BackgroundFile):
         """Number of steps in the file."""
         super().__init__(file, name, max_bytes=MAX_BYTES if max_bytes is None else max_bytes)
 
-    def _wrote(self, pieces: list[bytes]) -> None:
-        super()._wrote(pieces)
+    def _count_written(self, pieces: list[bytes]) -> None:
+        super()._count_written(pieces)
         self.num_steps += sum(piece.startswith(b'{"call":"schedule"') for piece in pieces)
 
     def _report(self, why: str) -> None:
