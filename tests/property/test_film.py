@@ -203,7 +203,7 @@ def test_a_film_that_begins_in_the_middle_of_a_run_shows_each_state() -> None:
         lines, filmed, run = recorded(7_500 + seed, {}), Filmed(), _Replay()
         begins = random.Random(seed).randrange(2, len(lines))
         for number, line in enumerate(lines, start=1):
-            run._line(json.loads(line), number)
+            run._replay_line(json.loads(line), number)
             if number == begins:
                 assert run._scheduler is not None
                 filmed.watch(run._scheduler)
@@ -217,7 +217,7 @@ def test_a_film_divided_between_any_two_calls_can_be_shown() -> None:
         live: LiveFilm | None = None
         stream = b""
         for number, line in enumerate(recorded(7_800 + seed, {}), start=1):
-            run._line(json.loads(line), number)
+            run._replay_line(json.loads(line), number)
             if live is not None:
                 if choose.random() < 0.2:
                     stream += live.take_records("me")

@@ -111,7 +111,7 @@ class Twin:
 
     def _single(self, call: Call) -> None:
         self._number += 1
-        self._replay._line(call, self._number)
+        self._replay._replay_line(call, self._number)
         self.num_stepped += call.get("call") == "schedule" and bool(call["decision"]["requests"])
 
     def _compare(self) -> None:
