@@ -538,7 +538,7 @@ def test_a_request_keeps_its_encoder_inputs_and_prompt_tokens() -> None:
     ("inputs", "message"),
     [
         ([("cat", 1, 3), ("dog", 3, 2)], "'dog' starts at 3, but the input before it ends at 4"),
-        ([("cat", 4, 2), ("dog", 1, 2)], "'dog' starts at 1, before 6"),
+        ([("cat", 4, 2), ("dog", 1, 2)], "'dog' starts at 1, but the input before it ends at 6"),
         ([("cat", 6, 4)], "'cat' ends at 10, but the prompt has only 9 tokens"),
         ([("cat", -1, 4)], "start is -1; it must be between 0 and"),
         ([("cat", 1, 0)], "length is 0; it must be between 1 and"),
