@@ -42,7 +42,7 @@ BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
 BENCHMARKS_page := page
 BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 
-.PHONY: help install serve demo test test-all lint kernels weights vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
+.PHONY: help install serve demo docs docs-serve test test-all lint kernels weights vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
 
 help:
 	@echo "make serve     serve a small model that answers questions (or the demo model) on port 8000, and print a curl"
@@ -50,6 +50,8 @@ help:
 	@echo "make test      format, lint, types, a fixed choice of tests in their short form"
 	@echo "make test-all  format, lint, types, every test in its long form, with random seeds of today; a part of it:"
 	@echo "               PART=core make test-all (or sim, engine, server, vllm, page); a shard: SHARD=1/4 make test-all"
+	@echo "make docs      build the documentation site in build/docs; a broken link or name is an error"
+	@echo "make docs-serve    build it, and serve it at http://127.0.0.1:8001"
 	@echo "make bench     the benchmarks in full, against their targets, beside vLLM in an environment of its own: hours"
 	@echo "               on a machine that does nothing else; a part of it: make bench-core, and so on"
 	@echo "make format    format the code and repair what the linter can"
@@ -72,7 +74,12 @@ serve: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/pointsman generate
+# The course, and a film to step through, are pages of the site.
+docs: $(INSTALLED)
+	$(BIN)/python scripts/build_docs.py build/docs
 
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs 8001
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

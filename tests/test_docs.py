@@ -39,21 +39,31 @@ from tests.sim.measured_logs import measured_log
 from tests.sim.observed_logs import write_observed
 
 ROOT = Path(__file__).resolve().parent.parent
-VLLM = ROOT / "docs" / "vllm.md"
-"""Document whose commands need vLLM: tests/integrations/test_vllm_docs.py runs them."""
-DOCUMENTS = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {VLLM})]
+DOCS = ROOT / "docs"
+DECISIONS = DOCS / "decisions"
+VLLM = [DOCS / "start" / "vllm.md", DOCS / "guides" / "run_inside_vllm.md", DOCS / "reference" / "vllm.md"]
+"""Documents whose commands need vLLM: tests/integrations/test_vllm_docs.py runs them."""
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted(path for path in DOCS.rglob("*.md") if path not in VLLM and DECISIONS not in path.parents),
+]
 ADDRESS = "http://127.0.0.1:8000"
 """Address of the server in the documents."""
-OPERATING = ROOT / "docs" / "operating.md"
-DECISIONS = ROOT / "docs" / "decisions"
-TEXTS = [*DOCUMENTS, VLLM, ROOT / "CONTRIBUTING.md", *sorted(DECISIONS.glob("*.md"))]
+CONFIGURATION = DOCS / "reference" / "configuration.md"
+MONITORING = DOCS / "guides" / "monitor_a_server.md"
+TEXTS = [*DOCUMENTS, *VLLM, ROOT / "CONTRIBUTING.md", *sorted(DECISIONS.glob("*.md"))]
 """Every document that names files; not the changelog, as it also names former files."""
+
+
+def name_of(path: Path) -> str:
+    """The path of a document within docs/, or its name."""
+    return path.relative_to(DOCS).as_posix() if DOCS in path.parents else path.name
 
 
 def blocks(path: Path) -> Iterator[tuple[str, str, str]]:
     """(position, language, text) of every fenced block."""
     for index, (language, text) in enumerate(re.findall(r"```(\w+)\n(.*?)```", path.read_text(), re.DOTALL)):
-        yield f"{path.name}:{index}", language, text
+        yield f"{name_of(path)}:{index}", language, text
 
 
 def commands(text: str) -> list[str]:
@@ -112,7 +122,7 @@ TRANSCRIPTS, PYTHON_SESSIONS = (
     [
         (where, text)
         for path in DOCUMENTS
-        if path.name != "scenarios.md"  # its outputs are those of tests/sim
+        if name_of(path) != "how_it_works/claims.md"  # its outputs are those of tests/sim
         for where, language, text in blocks(path)
         if language == shown
     ]
@@ -157,7 +167,7 @@ def exists(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=[path.name for path in TEXTS])
+@pytest.mark.parametrize("path", TEXTS, ids=[name_of(path) for path in TEXTS])
 def test_every_file_name_and_link_of_a_document_exists(path: Path) -> None:
     text = path.read_text()
     bases = (ROOT, ROOT / "pointsman")
