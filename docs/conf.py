@@ -42,8 +42,10 @@ SECTIONS = Config(napoleon_use_rtype=False, napoleon_use_ivar=True)
 
 
 def read_sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Turn `Args:`, `Returns:` and `Raises:` of a docstring into fields. An attribute's docstring is read as a method's:
-    napoleon takes the words before the first colon of an attribute's docstring for its type."""
+    """Turn `Args:`, `Returns:` and `Raises:` of a docstring into fields.
+
+    An attribute's docstring is read as a method's: napoleon takes the words before its first colon for a type.
+    """
     what = "method" if what in ("attribute", "data", "property") else what
     lines[:] = GoogleDocstring(lines, SECTIONS, app, what, name, obj, options).lines()
 
