@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/policies.md from simulations of the real scheduler.
+"""Draws the pictures of docs/reference/policies.md from simulations of the real scheduler.
 
     python scripts/draw_policies.py [NAME ...]
 
@@ -180,7 +180,7 @@ def drawing_of(
     return Scenario(
         name=name,
         claim=about,
-        source="docs/policies.md",
+        source="docs/reference/policies.md",
         setting=about,
         variants=variants,
         figures=figures,

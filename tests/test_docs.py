@@ -187,7 +187,7 @@ def test_file_names_are_found_in_documentation_text() -> None:
     }
     assert exists("pointsman.core.config.SchedulerConfig")
     assert not exists("pointsman.core.config.NoSuchName")
-    assert len(files_named((ROOT / "docs" / "design.md").read_text())) > 40
+    assert len(files_named((DOCS / "how_it_works" / "map.md").read_text())) > 40
 
 
 def test_decision_records_have_three_parts_and_are_in_the_index() -> None:

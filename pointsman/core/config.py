@@ -151,8 +151,8 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=10),
     ] = "fcfs"
     """Which request is admitted next: a policy name, optionally with parameters ("name:key=value,key=value"), or an
-    object with the `Order` protocol; see `docs/policies.md`. "priority": the smallest `priority` first. "fcfs-front"
-    and "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`. A server refuses
+    object with the `Order` protocol; see `docs/reference/policies.md`. "priority": the smallest `priority` first. "fcfs-front"
+    and "priority-by-arrival" queue preempted requests as other systems do, see `docs/reference/presets.md`. A server refuses
     requests with a priority if no policy reads it."""
     victim: Annotated[
         str | Victim | None,
@@ -174,7 +174,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = "lru"
     """Which cached prefix is evicted first: a policy name, optionally with parameters, or an object with the `Eviction`
     protocol. All except "lru" need the prefix cache. Use "reuse" where many prompts share prefixes, "retention" where
-    clients say how long to keep their prefixes: `docs/policies.md#eviction` has the gains and the bounds."""
+    clients say how long to keep their prefixes: `docs/reference/policies.md#eviction` has the gains and the bounds."""
     max_policy_failures: Annotated[
         int,
         AtLeast(1),
@@ -186,7 +186,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = 3
     """Number of failed steps of a policy of another package, each fewer than 100 steps after the one before, after
     which the default policy of the same kind replaces it. A failed step is scheduled again:
-    `docs/policies.md#one-of-your-own`."""
+    `docs/guides/write_a_policy.md#if-it-does-not-work`."""
     preemption_mode: Annotated[
         Literal["recompute", "swap", "cheaper"],
         Option(
@@ -199,7 +199,7 @@ class SchedulerConfig(metaclass=Documented):
     the KV is lost, unless the connector saves all evicted blocks. "swap": the KV is copied to host memory, and back
     when the request resumes. "cheaper": recompute or swap, whichever is faster for each victim, judged by past step
     times and copies. The last two need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
-    `docs/policies.md#recompute-or-swap`."""
+    `docs/reference/policies.md#recompute-or-swap`."""
     reserves: Annotated[
         tuple[Any, ...],
         PolicyOf("reserve"),
@@ -211,7 +211,7 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=8, is_for_short_pool=True),
     ] = ()
     """Further reserves that an admission leaves free, beside `full_sequence_must_fit`, `watermark` and
-    `decode_reserve`: policy names, or `Reserve` objects. The reserves add up. `docs/policies.md#reserves` says which
+    `decode_reserve`: policy names, or `Reserve` objects. The reserves add up. `docs/reference/policies.md#reserves` says which
     reserve to use when."""
     token_limits: Annotated[
         tuple[Any, ...],
@@ -225,7 +225,7 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=11),
     ] = ()
     """Further limits on the tokens of a request or of a step: policy names, or `Limit` objects.
-    `docs/policies.md#limits` lists the limits."""
+    `docs/reference/policies.md#limits` lists the limits."""
     displace: Annotated[
         bool | None,
         Option(_ADMISSION, "With --order priority: priority preemption for waiting requests", default="displace"),

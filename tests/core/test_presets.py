@@ -203,7 +203,7 @@ def test_a_preset_decides_like_its_specification(name: str) -> None:
     [("nano-vllm, own cache", 0.01), ("nano-vllm-chunked, own cache", 0.1), ("minivllm, own cache", 0.01)],
 )
 def test_the_prefix_cache_of_the_original_engine_changes_few_decisions(name: str, share: float) -> None:
-    """In the long form, in 4, 41 and 1 of 600 workloads (docs/presets.md)."""
+    """In the long form, in 4, 41 and 1 of 600 workloads (docs/reference/presets.md)."""
     tally, num_different = Tally(), 0
     for seed in range(NUM_WITH_ORIGINAL_CACHE):
         try:

@@ -1,5 +1,5 @@
 """Promises under every policy of the registry: a step runs something, all requests finish, and none waits longer than
-its order's bound (docs/policies.md)."""
+its order's bound (docs/reference/policies.md)."""
 
 from __future__ import annotations
 

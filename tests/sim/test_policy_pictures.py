@@ -1,4 +1,4 @@
-"""The pictures of docs/policies.md: each can be drawn, is shown, and matches its simulation."""
+"""The pictures of docs/reference/policies.md: each can be drawn, is shown, and matches its simulation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_policy_picture_is_documented_and_can_be_drawn(name: str, tmp_path:
     """The long form draws the whole picture and compares it with the documentation's file; the short form uses few
     requests."""
     shown = ROOT / "docs" / "policies" / f"{name}.svg"
-    assert f"](policies/{name}.svg)" in (ROOT / "docs" / "policies.md").read_text()
+    assert f"](../policies/{name}.svg)" in (ROOT / "docs" / "reference" / "policies.md").read_text()
     assert shown.stat().st_size < 60_000
     drawing = DRAWINGS[name]
     if name in FROM_TRACES and not AZURE_TRACE.exists():

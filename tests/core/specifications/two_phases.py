@@ -1,4 +1,4 @@
-"""nano-vLLM and miniVLLM: a step is for prompts or for decoding. docs/presets.md names the version of each.
+"""nano-vLLM and miniVLLM: a step is for prompts or for decoding. docs/reference/presets.md names the version of each.
 
 One thing is added to each: a preempted sequence that has outgrown the token budget, which the originals never admit
 again, is computed over several steps, as nano-vLLM's main branch does with any long prompt. It can only be the first of

@@ -237,7 +237,7 @@ def test_quantization_without_any_quantized_layer_is_an_error() -> None:
 @pytest.mark.e2e
 def test_int8_hardly_raises_the_demo_models_loss() -> None:
     """The negative log likelihood of a text changes by less than 1 %, as in the documentation."""
-    text = (Path(__file__).parents[3] / "docs" / "design.md").read_text(encoding="utf-8")[:6000]
+    text = (Path(__file__).parents[3] / "docs" / "how_it_works" / "map.md").read_text(encoding="utf-8")[:6000]
     losses = []
     for options in ({}, {"quantization": "int8"}):
         engine = Engine("demo", num_blocks=256, max_model_len=4096, **options)
