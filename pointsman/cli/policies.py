@@ -46,7 +46,7 @@ def run_policies(kind: str | None, *, as_json: bool) -> int:
     console = Console()
     for each, policies in found.items():
         console.print(_policy_table(each, policies))
-    print("Write a policy as name, or name:key=value,key=value. docs/guides/choose_policies.md explains when to use each.")
+    print("Write a policy as name, or name:key=value,key=value. docs/guides/choose_policies.md: when to use each.")
     return EXIT_OK
 
 

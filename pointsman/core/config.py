@@ -151,9 +151,9 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=10),
     ] = "fcfs"
     """Which request is admitted next: a policy name, optionally with parameters ("name:key=value,key=value"), or an
-    object with the `Order` protocol; see `docs/reference/policies.md`. "priority": the smallest `priority` first. "fcfs-front"
-    and "priority-by-arrival" queue preempted requests as other systems do, see `docs/reference/presets.md`. A server refuses
-    requests with a priority if no policy reads it."""
+    object with the `Order` protocol; see `docs/reference/policies.md`. "priority": the smallest `priority` first.
+    "fcfs-front" and "priority-by-arrival" queue preempted requests as other systems do, see
+    `docs/reference/presets.md`. A server refuses requests with a priority if no policy reads it."""
     victim: Annotated[
         str | Victim | None,
         PolicyOf("victim"),
@@ -174,7 +174,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = "lru"
     """Which cached prefix is evicted first: a policy name, optionally with parameters, or an object with the `Eviction`
     protocol. All except "lru" need the prefix cache. Use "reuse" where many prompts share prefixes, "retention" where
-    clients say how long to keep their prefixes: `docs/reference/policies.md#eviction` has the gains and the bounds."""
+    clients say how long to keep their prefixes: `docs/reference/policies.md#eviction` has the bounds."""
     max_policy_failures: Annotated[
         int,
         AtLeast(1),
@@ -186,7 +186,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = 3
     """Number of failed steps of a policy of another package, each fewer than 100 steps after the one before, after
     which the default policy of the same kind replaces it. A failed step is scheduled again:
-    `docs/guides/write_a_policy.md#if-it-does-not-work`."""
+    `docs/guides/write_a_policy.md#if-your-policy-fails`."""
     preemption_mode: Annotated[
         Literal["recompute", "swap", "cheaper"],
         Option(
@@ -211,8 +211,8 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=8, is_for_short_pool=True),
     ] = ()
     """Further reserves that an admission leaves free, beside `full_sequence_must_fit`, `watermark` and
-    `decode_reserve`: policy names, or `Reserve` objects. The reserves add up. `docs/reference/policies.md#reserves` says which
-    reserve to use when."""
+    `decode_reserve`: policy names, or `Reserve` objects. The reserves add up. `docs/reference/policies.md#reserves`
+    says which reserve to use when."""
     token_limits: Annotated[
         tuple[Any, ...],
         PolicyOf("limit"),

@@ -2,8 +2,8 @@
 
 `PRESETS` are starting points for serving. `SYSTEMS` are other schedulers of the field: under such a preset, Pointsman
 admits the same requests, schedules the same chunks and preempts the same victims on the same input, except where
-docs/reference/presets.md says otherwise. That page names the version and date of each original, and lists the cases in which the
-original crashes, hangs or loses a request. Every setting used here can also be set on its own.
+docs/reference/presets.md says otherwise. That page names the version and date of each original, and lists the cases in
+which the original crashes, hangs or loses a request. Every setting used here can also be set on its own.
 """
 
 from __future__ import annotations
