@@ -135,7 +135,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = 1
     """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With 2 or more, the host
     schedules the next step while it still executes the step before it (vLLM's `async_scheduling`). Try 2 where steps
-    are short and there is a second core: `docs/engine.md#steps-in-flight`."""
+    are short and there is a second core: `docs/guides/steps_in_flight.md`."""
     batching: Annotated[
         Literal["mixed", "prefill-first", "static"],
         Option(_STEPS, "mixed (continuous), or static for comparison"),
