@@ -277,7 +277,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
     no drafts. If the budget is too small for the drafts of every row, all rows verify fewer drafts. Try 4 to 7 where
-    outputs quote their prompts: `docs/engine.md#speculation`."""
+    outputs quote their prompts: `docs/guides/speculate.md`."""
     draft_table: Annotated[
         tuple[tuple[int, int], ...],
         Option(

@@ -216,6 +216,7 @@ def numpy_alone(folder: Path) -> Path:
 
 def library_loop() -> str:
     """The first program of docs/guides/build_an_engine.md."""
-    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "build_an_engine.md").read_text(), re.DOTALL)
+    page = ROOT / "docs" / "guides" / "build_an_engine.md"
+    program = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert program is not None
     return program[1]
