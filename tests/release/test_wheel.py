@@ -135,7 +135,7 @@ def check_content(sdist: Path, wheel: Path) -> None:
     with tarfile.open(sdist) as sources:
         names = {name.partition("/")[2] for name in sources.getnames()}
     wanted = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "constraints.txt"}
-    assert names >= ours | wanted | {"tests/release/test_wheel.py", "docs/library.md"}
+    assert names >= ours | wanted | {"tests/release/test_wheel.py", "docs/guides/build_an_engine.md"}
 
 
 def metadata(wheel: Path) -> Message:
@@ -215,7 +215,8 @@ def numpy_alone(folder: Path) -> Path:
 
 
 def library_loop() -> str:
-    """The first program of docs/library.md."""
-    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    """The first program of docs/guides/build_an_engine.md."""
+    page = ROOT / "docs" / "guides" / "build_an_engine.md"
+    program = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert program is not None
     return program[1]
