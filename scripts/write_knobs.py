@@ -1,4 +1,4 @@
-"""Write the table of the scheduler's knobs in docs/reference/configuration.md, from their declarations in pointsman/core/config.py.
+"""Write the scheduler's table in docs/reference/configuration.md, from the declarations in pointsman/core/config.py.
 
     python scripts/write_knobs.py
 
