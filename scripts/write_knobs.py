@@ -1,4 +1,4 @@
-"""Write the table of the scheduler's knobs in docs/operating.md, from their declarations in pointsman/core/config.py.
+"""Write the scheduler's table in docs/reference/configuration.md, from the declarations in pointsman/core/config.py.
 
     python scripts/write_knobs.py
 
@@ -8,6 +8,7 @@ markers; the rest of the page stays as it is.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from pointsman.cli.scheduler_options import OPTIONS, flag, served_default
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.state.documented import field_docstrings
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "operating.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "reference" / "configuration.md"
 BEGIN = "<!-- The scheduler's knobs, written by scripts/write_knobs.py: change pointsman/core/config.py instead. -->\n"
 END = "<!-- End of the scheduler's knobs. -->\n"
 
@@ -49,14 +51,14 @@ def _code(words: str) -> str:
 
 
 def _linked(docstring: str) -> str:
-    """The docstring in one line, with a link for each page that it names as `docs/PAGE.md#section`."""
+    """The docstring in one line, with a link for each page that it names as `docs/FOLDER/PAGE.md#section`."""
 
     def link(found: re.Match[str]) -> str:
         page, section = found[1], found[2] or ""
-        title = section.removeprefix("#").replace("-", " ").capitalize() or page
-        return f"[{title}]({page}{section})"
+        name = section.removeprefix("#").replace("-", " ") or Path(page).stem.replace("_", " ")
+        return f"[{name.capitalize()}]({os.path.relpath(DOCS / page, PAGE.parent)}{section})"
 
-    return re.sub(r"`docs/([\w.]+)(#[\w-]+)?`", link, " ".join(docstring.split()))
+    return re.sub(r"`docs/([\w./]+)(#[\w-]+)?`", link, " ".join(docstring.split()))
 
 
 if __name__ == "__main__":

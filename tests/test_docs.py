@@ -295,8 +295,8 @@ def test_server_sessions_of_documents_run(session: Session, tmp_path: Path, monk
         assert '"content"' in talk(server, "sh", listening.partition("try it: ")[2], tmp_path)
         metrics = talk(server, "sh", f"curl -sf {server.url}/metrics", tmp_path)
         assert server.stop() == 0
-    for name in set(re.findall(r"\b(?:vllm|pointsman):[a-z0-9_]+", OPERATING.read_text())):
-        assert re.search(rf"^(# TYPE )?{name}\b", metrics, re.MULTILINE), f"operating.md names {name}, no metric"
+    for name in set(re.findall(r"\b(?:vllm|pointsman):[a-z0-9_]+", MONITORING.read_text())):
+        assert re.search(rf"^(# TYPE )?{name}\b", metrics, re.MULTILINE), f"{MONITORING.name} names {name}, no metric"
 
 
 # ---------------------------------------------------------------------- what SmolLM2 says
@@ -356,7 +356,7 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
 
 
 def test_the_table_of_knobs_matches_their_declarations() -> None:
-    page = OPERATING.read_text(encoding="utf-8")
+    page = CONFIGURATION.read_text(encoding="utf-8")
     script = runpy.run_path(str(ROOT / "scripts" / "write_knobs.py"))
     assert page == script["with_table"](page), "run scripts/write_knobs.py"
     (row,) = (line for line in page.splitlines() if line.startswith("| `--watermark` |"))
@@ -366,8 +366,8 @@ def test_the_table_of_knobs_matches_their_declarations() -> None:
         script["with_table"]("# A page without markers\n")
 
 
-def test_the_operators_page_lists_every_option_of_serve() -> None:
-    page = OPERATING.read_text()
+def test_the_configuration_page_lists_every_option_of_serve() -> None:
+    page = CONFIGURATION.read_text()
     commands: Any = get_command(app)
     options = {option.name: option.opts for option in commands.commands["serve"].params}
     for name in KNOBS | SERVER:
@@ -376,7 +376,7 @@ def test_the_operators_page_lists_every_option_of_serve() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
 def test_prometheus_accepts_the_alert_rules(tmp_path: Path) -> None:
-    (rules,) = (text for _, _, text in blocks(OPERATING) if text.startswith("# alerts.yaml"))
+    (rules,) = (text for _, _, text in blocks(MONITORING) if text.startswith("# alerts.yaml"))
     path = tmp_path / "alerts.yaml"
     path.write_text(rules)
     run = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=60)

@@ -2,7 +2,7 @@
 
 Each field declares its range, its command-line option, and the values that `pointsman tune` tries; `core/knobs.py`
 explains these declarations. `python scripts/write_knobs.py` writes the docstring of each field to the field's row in
-docs/operating.md.
+docs/reference/configuration.md.
 """
 
 from __future__ import annotations

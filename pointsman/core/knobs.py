@@ -16,7 +16,7 @@ that a new field needs no code there:
 | options of the command line, keys of its configuration file, arguments on Ray | `cli/scheduler_options.py` |
 | settings that `pointsman tune` searches | `sim/tunables.py` |
 | knobs that the drop-in for vLLM takes | `integrations/vllm/settings.py` |
-| the table in docs/operating.md | `scripts/write_knobs.py` |
+| the table in docs/reference/configuration.md | `scripts/write_knobs.py` |
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     with limits.texts.hold("alice", 5000):       # ApiError 429, with what the tenant holds and its limit
         ...
 
-`STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that the API process
-limits has a `StageLimit`. If tenants share the limit, one tenant may hold three times the free capacity
+`STAGES` is the one table of these limits; docs/guides/share_between_tenants.md shows the same table. Each stage that
+the API process limits has a `StageLimit`. If tenants share the limit, one tenant may hold three times the free capacity
 (`engine/fair_queue.py`). So a single tenant can hold three quarters of the limit, and a second tenant always gets a
 part of the rest. In a server that can have only one tenant, this tenant may hold all.
 """

@@ -12,7 +12,7 @@ from pointsman.server.metrics.table import REFUSALS
 from pointsman.server.stages import STAGES, Stage, StageLimits, has_tenants
 from pointsman.server.wire.errors import ApiError
 
-OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "share_between_tenants.md"
 KEYS = {"api_keys": ("one", "two"), "api_key_names": ("alice", "bob")}
 
 
@@ -24,7 +24,7 @@ def row(stage: Stage) -> str:
 
 
 def test_stage_table_in_the_docs_matches_the_code() -> None:
-    text = OPERATING.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     section = text[text.index("## Stages\n") :]
     rows = re.findall(r"^\| `.*$", section[: section.index("\n## ", 1)], re.M)
     assert rows == [row(stage) for stage in STAGES]

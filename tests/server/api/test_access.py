@@ -67,7 +67,7 @@ DESCRIBED = {path for _, path, _ in ENDPOINTS} - {
     *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/live", "/live/film")
 }
 
-OPERATING = (Path(__file__).parents[3] / "docs" / "operating.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "secure_a_server.md").read_text(encoding="utf-8")
 
 CLIENT, OPERATOR = "sesame-of-a-client", "sesame-of-an-operator"
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -226,9 +226,9 @@ def in_words(who: str, keys: str) -> str:
     return "operator" if status_of(who, keys, OPERATOR) is None else "nobody"
 
 
-def test_operating_md_has_the_same_access_table() -> None:
+def test_access_table_in_the_docs_matches_the_code() -> None:
     told: dict[tuple[str, str], list[list[str]]] = {}
-    for line in OPERATING.splitlines():
+    for line in PAGE.splitlines():
         if not line.startswith(("| `GET /", "| `POST /")):
             continue
         endpoints, *cells = (cell.strip() for cell in line.split("|")[1:-1])
@@ -249,11 +249,11 @@ def test_operating_md_has_the_same_access_table() -> None:
 
 
 def test_nginx_example_exposes_only_client_paths() -> None:
-    (pattern,) = re.findall(r"^location ~ (\S+) \{$", OPERATING, re.MULTILINE)
+    (pattern,) = re.findall(r"^location ~ (\S+) \{$", PAGE, re.MULTILINE)
     for _, path, who in ENDPOINTS:
         is_forwarded = who == "client" and path in DESCRIBED
         assert bool(re.search(pattern, path)) is is_forwarded, path
-    assert re.search(r"^location / \{\n +return 403;", OPERATING, re.MULTILINE)
+    assert re.search(r"^location / \{\n +return 403;", PAGE, re.MULTILINE)
 
 
 # ------------------------------------------------------------------------------------------------- comparing keys

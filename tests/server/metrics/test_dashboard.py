@@ -115,8 +115,10 @@ class Prometheus:
 
 
 def documented_alerts() -> str:
-    """The rules that the operators' page recommends."""
-    blocks: list[str] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "operating.md").read_text(), re.DOTALL)
+    """The rules that the documentation recommends."""
+    blocks: list[str] = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "guides" / "monitor_a_server.md").read_text(), re.DOTALL
+    )
     return next(block for block in blocks if "groups:" in block)
 
 
