@@ -170,7 +170,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     }
     scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
     asynchronous, caches = rng.random() < 0.4 and kind != "states", rng.random() < 0.7
-    if asynchronous and caches:  # see docs/vllm.md: when blocks run out, cache hits differ
+    if asynchronous and caches:  # see docs/reference/vllm.md: when blocks run out, cache hits differ
         num_usable = MAX_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
     while kind == "states" and not any(each == "state" for each, _, _ in layout):
@@ -198,17 +198,19 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         block_size=block_size,
         caches=caches,
         asynchronous=asynchronous,
-        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: the release of slots differs
+        # see docs/reference/vllm.md: the release of slots differs
+        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),
         layout=layout,
         hash_size=hash_size,
         retention=retention,
     )
     if has_images and is_before(vllm.__version__, "0.33"):
-        workload.max_loras = 0  # see docs/vllm.md: a row that waits for embeddings keeps its adapter's slot
+        workload.max_loras = 0  # see docs/reference/vllm.md: a row that waits for embeddings keeps its adapter's slot
     _fill(workload, rng, max_model_len)
     num_drafts = 0 if asynchronous else random.Random(f"{seed} drafts").choice((0, 0, 1, 3, 8))
     threshold = scheduler["long_prefill_token_threshold"] or math.inf
-    if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):  # vLLM's own fails, or hangs: see docs/vllm.md
+    # vLLM's own fails, or hangs: see docs/reference/vllm.md
+    if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):
         workload.num_drafts = num_drafts
     if kind == "states":
         most = min(threshold, scheduler["max_num_batched_tokens"], block_size) - 1
@@ -216,7 +218,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         workload.num_blocks += workload.num_drafts * len(layout)
     elif {"state", "cached state", "ring"} & kinds:  # here each draft has a state of its own
         workload.num_drafts = 0
-    if workload.num_drafts and caches:  # see docs/vllm.md: evictions differ
+    if workload.num_drafts and caches:  # see docs/reference/vllm.md: evictions differ
         workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * blocks_of_longest)
     if has_images:
         workload.num_drafts = 0
@@ -324,13 +326,14 @@ _MAX_TOKENS = ("long_prefill_token_threshold", "max_num_batched_tokens")
 
 def _add_images(workload: Workload, rng: random.Random) -> None:
     """Images at random places of the prompts; prompts that begin alike have the same ones there."""
-    workload.scheduler["enable_chunked_prefill"] = True  # see docs/vllm.md: without it, prompts start whole
+    workload.scheduler["enable_chunked_prefill"] = True  # see docs/reference/vllm.md: without it, prompts start whole
     splits = rng.random() < 0.3
     workload.scheduler["disable_chunked_mm_input"] = splits and not is_before(vllm.__version__, "0.32")  # see docs
     sizes = {}
     for number in range(rng.randrange(2, 9)):
         length = rng.randrange(1, 9)
-        if workload.scheduler["disable_chunked_mm_input"]:  # see docs/vllm.md: vLLM's own never computes longer ones
+        # see docs/reference/vllm.md: vLLM's own never computes longer ones
+        if workload.scheduler["disable_chunked_mm_input"]:
             threshold, budget = (workload.scheduler[name] for name in _MAX_TOKENS)
             length = min(length, threshold or budget, budget)
         masked = rng.random() < 0.4
@@ -339,7 +342,8 @@ def _add_images(workload: Workload, rng: random.Random) -> None:
     largest = max(mask.count("1") for mask in sizes.values())
     total = sum(mask.count("1") for mask in sizes.values())
     budget, cache = (rng.choice((largest, largest + 2, 2 * largest, total)) for _ in range(2))
-    workload.encoder = (budget, 10_000 if workload.asynchronous else cache)  # see docs/vllm.md: when they are released
+    # see docs/reference/vllm.md: when they are released
+    workload.encoder = (budget, 10_000 if workload.asynchronous else cache)
     gaps = rng.choice((3, 8, 20))
     for request in (request for requests in workload.arrivals.values() for request in requests):
         # Of the tokens before, so that equal beginnings have equal images.
@@ -371,7 +375,7 @@ def _add_sounds(workload: Workload, rng: random.Random) -> None:
 
 
 def _add_parts(workload: Workload, rng: random.Random) -> None:
-    """Some prompts come in parts. No resource runs out: see docs/vllm.md."""
+    """Some prompts come in parts. No resource runs out: see docs/reference/vllm.md."""
     workload.caches, workload.num_drafts, workload.max_loras = True, 0, 0
     workload.num_blocks = 1 + MAX_REQUESTS * workload.num_blocks
     most = workload.scheduler["max_model_len"]
@@ -404,8 +408,8 @@ _NO_THRESHOLD = {"long_prefill_token_threshold": 0, "long_prefill_token_threshol
 
 def _add_grammars(workload: Workload, rng: random.Random) -> None:
     """Some outputs follow a grammar, which is ready some steps later."""
-    workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: the counted requests differ
-    if workload.caches:  # see docs/vllm.md: the order of releases differs when a grammar ends its request
+    workload.scheduler |= _NO_THRESHOLD  # see docs/reference/vllm.md: the counted requests differ
+    if workload.caches:  # see docs/reference/vllm.md: the order of releases differs when a grammar ends its request
         most = -(-workload.scheduler["max_model_len"] // workload.block_size)
         workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * most)
     for step, requests in workload.arrivals.items():
@@ -562,7 +566,7 @@ class Side:
         counts = [len(scheduler.running), len(waiting), len(scheduler.kv_holding_waiting)]
         running = [each.request_id for each in scheduler.running]
         first = scheduler.waiting.peek_request().request_id if waiting else None
-        if self.workload.compiled or self.workload.sessions:  # see docs/vllm.md
+        if self.workload.compiled or self.workload.sessions:  # see docs/reference/vllm.md
             first = None
             waiting = sorted({*waiting, *(each.request_id for each in scheduler.kv_holding_waiting)})
             running, counts = sorted(running), []
@@ -861,7 +865,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             return difference
         if theirs != ours:
             has_images = any(workload.encoder) and not workload.is_encoder_decoder
-            if sides[0].lacking:  # see docs/vllm.md
+            if sides[0].lacking:  # see docs/reference/vllm.md
                 tally["theirs lacks embeddings"] += 1
                 return None
             if has_images and _takes_less_behind_a_victim(sides, theirs, ours):
@@ -941,7 +945,7 @@ def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> d
 
 def _may_do_more(workload: Workload) -> bool:
     """Whether ours may run more: it has more blocks; or steps run ahead, and vLLM's own lets a request wait a step
-    longer for another request's state. See docs/vllm.md."""
+    longer for another request's state. See docs/reference/vllm.md."""
     caches_states = any(kind == "cached state" for kind, _, _ in workload.layout)
     return not workload.is_strict or (workload.asynchronous and caches_states)
 
@@ -954,7 +958,7 @@ def _may_find_otherwise(workload: Workload) -> bool:
 
 
 def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours resumes a request that fits the step only in part; see docs/vllm.md."""
+    """Whether they differ in that ours resumes a request that fits the step in part; see docs/reference/vllm.md."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
     # Workers of the second runner get a resumed request as a new one.
@@ -962,7 +966,7 @@ def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any])
 
 
 def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours finds tokens of a step in flight before a preemption; see docs/vllm.md."""
+    """Whether they differ in that ours finds tokens in flight before a preemption; see docs/reference/vllm.md."""
     later = [ours["starts"][name] - theirs["starts"].get(name, 0) for name in ours["resumed"]]
     others = [name for name in theirs["tokens"] if name not in ours["resumed"]]
     same = all(ours["tokens"].get(name) == theirs["tokens"][name] for name in others)
@@ -970,7 +974,7 @@ def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dic
 
 
 def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that one recomputes embeddings that the other has kept; see docs/vllm.md."""
+    """Whether they differ in that one recomputes embeddings that the other has kept; see docs/reference/vllm.md."""
     if {**theirs, "encoder inputs": None} != {**ours, "encoder inputs": None}:
         return False
     computed = [_computed(sides[0], theirs), _computed(sides[1], ours)]
@@ -986,7 +990,7 @@ def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
 
 def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that rows with images get no tokens, or no embedding space, from a request that is
-    preempted before; see docs/vllm.md."""
+    preempted before; see docs/reference/vllm.md."""
     other = theirs.keys() - {"tokens", "starts", "encoder inputs", "preempted"}
     if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
         return False
@@ -1002,7 +1006,7 @@ def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any]
 def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first row that differs continues in ours where theirs ends before an image. Ours has kept the image's
     embeddings, or the row reads none of them yet, or theirs lacks space or budget for them because it recomputes others
-    that ours has kept. See docs/vllm.md."""
+    that ours has kept. See docs/reference/vllm.md."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     for name, count in ours["tokens"].items():
@@ -1023,7 +1027,7 @@ def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
 
 def _lacks_blocks_to_go_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that ours lacks blocks for a request's first chunk and does not admit it, while the chunk
-    in theirs ends before an image whose embeddings ours has kept; see docs/vllm.md."""
+    in theirs ends before an image whose embeddings ours has kept; see docs/reference/vllm.md."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     same = [name for name in ours["tokens"] if ours["tokens"][name] == theirs["tokens"].get(name)]
@@ -1048,7 +1052,7 @@ def _holds_unread(sides: tuple[Side, Side]) -> bool:
 
 
 def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours verifies fewer drafts when blocks run out; see docs/vllm.md."""
+    """Whether they differ in that ours verifies fewer drafts when blocks run out; see docs/reference/vllm.md."""
     kept = [name for name in ours["tokens"] if name in theirs["tokens"]]
     fewer = [name for name in kept if len(ours["drafts"].get(name, ())) < len(theirs["drafts"].get(name, ()))]
     return bool(fewer) or bool(theirs["preempted"])
@@ -1056,7 +1060,7 @@ def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
 
 def _starts_without_placeholders(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first request that only ours admits starts with one token and no placeholders; in theirs it waits for
-    the placeholders' blocks. See docs/vllm.md."""
+    the placeholders' blocks. See docs/reference/vllm.md."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = all(ours["tokens"][name] == count for name, count in theirs["tokens"].items() if name in ours["tokens"])
     return same and bool(more) and ours["tokens"][more[0]] == 1 and not ours["drafts"].get(more[0])
@@ -1064,7 +1068,7 @@ def _starts_without_placeholders(theirs: dict[str, Any], ours: dict[str, Any]) -
 
 def _finds_what_is_generated(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first request that differs begins with tokens that a running request of theirs generated. Ours finds
-    them only after that request has released its blocks. See docs/vllm.md."""
+    them only after that request has released its blocks. See docs/reference/vllm.md."""
     for name in theirs["new"]:
         start = theirs["starts"][name]
         if start == ours["starts"].get(name):

@@ -282,7 +282,7 @@ STAGE_HELD = Definition(
     "pointsman:stage_held",
     "gauge",
     "the stage's",
-    "The amount that all tenants together hold at a stage, in the unit that operating.md gives.",
+    "The amount that all tenants together hold at a stage, in the unit of that stage.",
     "stage",
 )
 STAGE_ROOM = Definition(
