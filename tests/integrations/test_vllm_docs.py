@@ -84,6 +84,7 @@ def serving(folder: Path, version: str) -> Iterator[Server]:
     words = shlex.split(line.replace(MODEL, str(DEMO)).replace(SOCKET, str(path)))
     port = free_port()
     words[words.index("--max-num-seqs") + 1] = "1"  # so that requests wait
+    words[-1] = words[-1].replace("}}", ', "victim": "latest"}}')
     words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
     words += ["--max-model-len", "2048", "--block-size", "32", "--max-num-batched-tokens", "2048"]
     command = [python_of().parent / words[0], write_vllm_metadata(folder / "stub", version), log, pid, *words[1:]]
