@@ -1,6 +1,6 @@
 """With the preset "vllm", our scheduler decides like vLLM's own: step by step, on random workloads.
 
-The long form compares more workloads. docs/vllm.md lists the exceptions.
+The long form compares more workloads. vllm_decisions.py lists the exceptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Runs every command of docs/vllm.md against a real vLLM; checks that installing Pointsman changes nothing in vLLM."""
+"""Runs every command of the pages about vLLM against a real vLLM; checks that installing Pointsman changes nothing in
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, vllm_parent
 from tests.test_docs import VLLM, blocks, commands
 
 MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
-"""The path in the document."""
-COMMANDS = [line for _, language, text in blocks(VLLM) if language == "sh" for line in commands(text)]
+"""The path in the documents."""
+COMMANDS = [
+    *dict.fromkeys(
+        line for page in VLLM[::-1] for _, language, text in blocks(page) if language == "sh" for line in commands(text)
+    )
+]
+"""Each command once, in the order of the guide."""
 
 pytestmark = NEEDS_VLLM
 
@@ -71,12 +78,13 @@ INFORMED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
 
 @contextlib.contextmanager
 def serving(folder: Path, version: str) -> Iterator[Server]:
-    """The server that the document starts, smaller."""
+    """The server that the documents start, smaller."""
     (line,) = (line for line in COMMANDS if line.startswith("vllm serve"))
     path, log, pid = folder / "pointsman.sock", folder / "log", folder / "pid"
     words = shlex.split(line.replace(MODEL, str(DEMO)).replace(SOCKET, str(path)))
     port = free_port()
     words[words.index("--max-num-seqs") + 1] = "1"  # so that requests wait
+    words[-1] = words[-1].replace("}}", ', "victim": "latest"}}')
     words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
     words += ["--max-model-len", "2048", "--block-size", "32", "--max-num-batched-tokens", "2048"]
     command = [python_of().parent / words[0], write_vllm_metadata(folder / "stub", version), log, pid, *words[1:]]
@@ -103,7 +111,7 @@ def serving(folder: Path, version: str) -> Iterator[Server]:
 
 
 def run(line: str, server: Server, cwd: Path, *, code: int = 0) -> str:
-    """A command of the document, in an environment without vLLM."""
+    """A command of the documents, in an environment without vLLM."""
     words = shlex.split(line.replace(SOCKET, str(server.socket)))
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
@@ -123,7 +131,7 @@ def played(line: str, server: Server, cwd: Path) -> str:
     return page
 
 
-def test_commands_of_the_vllm_document_run_in_order(tmp_path: Path, vllm_version: str) -> None:
+def test_commands_of_the_vllm_documents_run_in_order(tmp_path: Path, vllm_version: str) -> None:
     with serving(tmp_path, vllm_version) as server:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
         assert len(asking) == 6
@@ -168,16 +176,15 @@ def test_commands_of_the_vllm_document_run_in_order(tmp_path: Path, vllm_version
     assert f"pointsman explain --socket {server.socket}" in log
 
 
-def test_the_readme_and_the_vllm_document_start_vllm_alike() -> None:
-    """The command in the README leaves out the option `victim`, whose value in the document is the default."""
+def test_the_readme_and_the_vllm_documents_start_vllm_alike() -> None:
     (start,) = (text for _, language, text in blocks(ROOT / "README.md") if language == "text" and "vllm check" in text)
     given = [" ".join(shlex.split(line, comments=True)) for line in commands(start)]
-    tested = [" ".join(shlex.split(line.replace(', "victim": "latest"', ""), comments=True)) for line in COMMANDS]
+    tested = [" ".join(shlex.split(line, comments=True)) for line in COMMANDS]
     assert len(given) == 4 and [line for line in given if line not in tested] == []
 
 
 def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
-    """The document's `check` command with further options, in vLLM's environment."""
+    """The documents' `check` command with further options, in vLLM's environment."""
     (line,) = (line for line in COMMANDS if line.startswith("pointsman vllm check"))
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 

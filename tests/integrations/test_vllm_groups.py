@@ -72,7 +72,7 @@ def test_tokens_with_kv_groups_equal_those_of_vllms_scheduler(tmp_path: Path, ca
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
     ours = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *given)
     assert groups <= set(ours["groups"])
-    if case == "lfm2, n-gram drafts":  # vLLM's own varies from run to run on a CPU: see docs/vllm.md
+    if case == "lfm2, n-gram drafts":  # vLLM's own varies from run to run on a CPU: see vllm_decisions.py
         assert ours["usage"] == 0 and list(map(len, ours["tokens"])) == list(map(len, theirs["tokens"]))
         return
     for name in ("tokens", "cached"):

@@ -21,7 +21,7 @@ ENDS = (
     "less behind a victim",
     "theirs lacks embeddings",
 )
-"""Reasons why a comparison may end before its workload; docs/vllm.md explains them."""
+"""Reasons why a comparison may end before its workload; vllm_decisions.py explains them."""
 MET_PER_100 = {"steps": 5_000, "preemptions": 100, "hits": 100, "chunks": 2_000, "inputs computed": 500, "freed": 200}
 """Minimum number of each event in these workloads."""
 WITH_ENCODERS = seeds(12, 330, kept=(2026112700064,))
@@ -146,7 +146,7 @@ def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> No
         assert len(ours["steps"]) == len(theirs["steps"])
     else:
         assert ours["steps"] == theirs["steps"]
-    if case == "whisper, preempting":  # vLLM's own then gives rows wrong embeddings: see docs/vllm.md
+    if case == "whisper, preempting":  # vLLM's own then gives rows wrong embeddings: see vllm_decisions.py
         assert ours["preemptions"] > 0
         theirs = run_in_vllm("vllm_media.py", "whisper", "theirs", tmp_path, f"max_tokens={options['max_tokens']}")
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
@@ -165,7 +165,7 @@ def test_tokens_with_images_equal_those_of_vllms_scheduler(tmp_path: Path, case:
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
     ours = run_in_vllm("vllm_media.py", family, "ours", tmp_path, *given, packages=TORCHVISION)
     exact = ["tokens", "cached", "steps", "encoder", "groups"]
-    if case == "gemma3, groups of KV and masks":  # ours keeps blocks behind a window longer: see docs/vllm.md
+    if case == "gemma3, groups of KV and masks":  # ours keeps blocks behind a window longer: see vllm_decisions.py
         assert all(our >= their for our, their in zip(ours["cached"], theirs["cached"], strict=True))
         assert sum(ours["cached"]) <= sum(theirs["cached"]) + 128, "one prefix more"
         exact = ["tokens", "encoder", "groups"]

@@ -12,6 +12,69 @@ Both are built as vLLM's engine core builds them, and get the same calls. A stan
 decisions; its token is a function of the request and the position. In every step the requests, their tokens,
 preemptions and ends must be equal, and so must the outputs for clients. In ours each row must read its own KV, in every
 group.
+
+The following differs, even with the preset "vllm", and is left out of the comparison:
+
+- Without chunked prefill, a preempted request may be resumed in chunks. In vLLM it waits for a step with enough budget
+  for all of it.
+- With two steps in flight, a step may compute tokens of a request that is then preempted or finishes. They can be found
+  again at once, at most one block more than in vLLM. If blocks run out, other prefixes are then evicted.
+- With two steps in flight, an adapter's slot is free when its last request has finished. vLLM frees it a step earlier,
+  when the last token of that request is in flight.
+- No drafts are made beyond `max_tokens`; vLLM makes them and drops the result.
+- Embeddings of images are evicted when a step is decided, and only those that it does not need; vLLM evicts while it
+  decides, also for a request that then does not start. So one keeps embeddings that the other computes again. With
+  those that it has kept, a request starts with a longer chunk, for which blocks may be missing, and others find more
+  budget.
+- A row waits for the embeddings that it reads in this step; vLLM lets it wait, and hold them, from the first
+  placeholder on.
+- A partial prefill with images gets no tokens, and no space for embeddings, that a preemption of the same step
+  releases.
+- With two steps in flight embeddings are released a step earlier. A row that waits for embeddings keeps the slot of its
+  adapter; in vLLM before 0.33 another adapter may take it for this step.
+- With `--disable-chunked-mm-input`, vLLM 0.33 never computes an image that is longer than a step or than
+  `--long-prefill-token-threshold`, and vLLM 0.31 splits an image whose embeddings it has kept. Here the first is split,
+  and the second is not. 0.31 and 0.32 split an image at the beginning of a chunk; 0.33 waits for a step that holds all
+  of it. If `token_limits` decide the length of chunks, such an image may be split in every version.
+- A request that lacks embeddings, or a slot for its adapter, is bypassed by 64 others at most (`max_overtakes`); vLLM
+  has no bound. In vLLM before 0.33, and with its preset, no request bypasses one that lacks embeddings.
+- `--long-prefill-token-threshold-adaptive`, and the rule that a lone request has no threshold, count the requests that
+  run or may start. vLLM counts those too that wait for a grammar or for the next part of their prompt.
+- A session that continues with its next part is queued like any request. vLLM's own keeps its blocks between two parts,
+  and admits it before others. A session between two parts takes no sequence slot here, and is not in
+  `vllm:num_requests_waiting`. Its output is already part of its prompt, and tokens that a part does not find in the
+  prefix cache are recomputed. Workers are notified that it ends with each part, and begins with the next.
+- A request whose grammar cannot be compiled, or refuses a token, ends at once. In vLLM's own the first ends when its
+  turn in the queue comes. Where one ends by its grammar in a step with other ends, its blocks are released last, and
+  are evicted later.
+- The status of a request whose grammar is ready changes at once. In vLLM's own it changes when its turn in the queue
+  comes.
+- With vLLM 0.33's second model runner, workers keep the payload of an image as long as its request; vLLM's own notifies
+  them when to drop it.
+- Where states are cached, `--enable-mamba-shared-prefix-checkpoint` keeps nothing more.
+- Without chunked prefill a prompt starts with all its embeddings; vLLM computes what comes before the first that is
+  missing.
+- Under `--scheduling-policy priority` vLLM may lose embeddings that a request was to compute when it preempts it in the
+  same step, and fails where another request needs them. Here they are computed.
+- Other requests can find a request's generated tokens once it releases its blocks; in vLLM's own as soon as a block is
+  full.
+- If blocks run out, fewer drafts are verified; vLLM preempts requests for them, so evictions also differ. If there is
+  no block beside the reserves for the placeholders of a first decode, it starts without them; in vLLM it waits.
+- vLLM waits forever for a step that holds a first decode and its placeholders, if `--max-num-batched-tokens` is not
+  above the number of drafts, and fails if `--long-prefill-token-threshold` is not. Here such a row has no placeholders.
+- A request whose output outgrows the pool, alone, finishes with `length`. In vLLM it preempts itself forever.
+
+With several groups of KV:
+
+- Other requests can find generated tokens once their request releases its blocks; in vLLM's own as soon as a block is
+  full, even if it has since left a window. So resumed requests find other parts. With cached states, generated tokens
+  can be found a step after their block is full.
+- Blocks that leave windows managed by the core are evicted in another order, so in a short pool other prefixes are
+  found (Gemma 3 with images: one more in the test).
+- Where states are cached and steps run ahead, a request that waits for the state of another one's prompt is admitted a
+  step earlier: vLLM's own enters that state once more while the first sample behind the prompt is in flight.
+- Where states are cached inside blocks and layers keep one within a chunk (Mamba 2, Kimi's KDA), a chunk that begins
+  inside a block stops at the block's end; vLLM's own runs past it, and then caches the wrong state for that position.
 """
 
 from __future__ import annotations
@@ -170,7 +233,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     }
     scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
     asynchronous, caches = rng.random() < 0.4 and kind != "states", rng.random() < 0.7
-    if asynchronous and caches:  # see docs/vllm.md: when blocks run out, cache hits differ
+    if asynchronous and caches:  # see the module's docstring: when blocks run out, cache hits differ
         num_usable = MAX_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
     while kind == "states" and not any(each == "state" for each, _, _ in layout):
@@ -198,17 +261,19 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         block_size=block_size,
         caches=caches,
         asynchronous=asynchronous,
-        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: the release of slots differs
+        # see the module's docstring: the release of slots differs
+        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),
         layout=layout,
         hash_size=hash_size,
         retention=retention,
     )
     if has_images and is_before(vllm.__version__, "0.33"):
-        workload.max_loras = 0  # see docs/vllm.md: a row that waits for embeddings keeps its adapter's slot
+        workload.max_loras = 0  # see the module's docstring: a row that waits for embeddings keeps its adapter's slot
     _fill(workload, rng, max_model_len)
     num_drafts = 0 if asynchronous else random.Random(f"{seed} drafts").choice((0, 0, 1, 3, 8))
     threshold = scheduler["long_prefill_token_threshold"] or math.inf
-    if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):  # vLLM's own fails, or hangs: see docs/vllm.md
+    # vLLM's own fails, or hangs: see the module's docstring
+    if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):
         workload.num_drafts = num_drafts
     if kind == "states":
         most = min(threshold, scheduler["max_num_batched_tokens"], block_size) - 1
@@ -216,7 +281,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         workload.num_blocks += workload.num_drafts * len(layout)
     elif {"state", "cached state", "ring"} & kinds:  # here each draft has a state of its own
         workload.num_drafts = 0
-    if workload.num_drafts and caches:  # see docs/vllm.md: evictions differ
+    if workload.num_drafts and caches:  # see the module's docstring: evictions differ
         workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * blocks_of_longest)
     if has_images:
         workload.num_drafts = 0
@@ -324,13 +389,14 @@ _MAX_TOKENS = ("long_prefill_token_threshold", "max_num_batched_tokens")
 
 def _add_images(workload: Workload, rng: random.Random) -> None:
     """Images at random places of the prompts; prompts that begin alike have the same ones there."""
-    workload.scheduler["enable_chunked_prefill"] = True  # see docs/vllm.md: without it, prompts start whole
+    workload.scheduler["enable_chunked_prefill"] = True  # see the module's docstring: without it, prompts start whole
     splits = rng.random() < 0.3
     workload.scheduler["disable_chunked_mm_input"] = splits and not is_before(vllm.__version__, "0.32")  # see docs
     sizes = {}
     for number in range(rng.randrange(2, 9)):
         length = rng.randrange(1, 9)
-        if workload.scheduler["disable_chunked_mm_input"]:  # see docs/vllm.md: vLLM's own never computes longer ones
+        # see the module's docstring: vLLM's own never computes longer ones
+        if workload.scheduler["disable_chunked_mm_input"]:
             threshold, budget = (workload.scheduler[name] for name in _MAX_TOKENS)
             length = min(length, threshold or budget, budget)
         masked = rng.random() < 0.4
@@ -339,7 +405,8 @@ def _add_images(workload: Workload, rng: random.Random) -> None:
     largest = max(mask.count("1") for mask in sizes.values())
     total = sum(mask.count("1") for mask in sizes.values())
     budget, cache = (rng.choice((largest, largest + 2, 2 * largest, total)) for _ in range(2))
-    workload.encoder = (budget, 10_000 if workload.asynchronous else cache)  # see docs/vllm.md: when they are released
+    # see the module's docstring: when they are released
+    workload.encoder = (budget, 10_000 if workload.asynchronous else cache)
     gaps = rng.choice((3, 8, 20))
     for request in (request for requests in workload.arrivals.values() for request in requests):
         # Of the tokens before, so that equal beginnings have equal images.
@@ -371,7 +438,7 @@ def _add_sounds(workload: Workload, rng: random.Random) -> None:
 
 
 def _add_parts(workload: Workload, rng: random.Random) -> None:
-    """Some prompts come in parts. No resource runs out: see docs/vllm.md."""
+    """Some prompts come in parts. No resource runs out: see the module's docstring."""
     workload.caches, workload.num_drafts, workload.max_loras = True, 0, 0
     workload.num_blocks = 1 + MAX_REQUESTS * workload.num_blocks
     most = workload.scheduler["max_model_len"]
@@ -404,8 +471,8 @@ _NO_THRESHOLD = {"long_prefill_token_threshold": 0, "long_prefill_token_threshol
 
 def _add_grammars(workload: Workload, rng: random.Random) -> None:
     """Some outputs follow a grammar, which is ready some steps later."""
-    workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: the counted requests differ
-    if workload.caches:  # see docs/vllm.md: the order of releases differs when a grammar ends its request
+    workload.scheduler |= _NO_THRESHOLD  # see the module's docstring: the counted requests differ
+    if workload.caches:  # see the module's docstring: the order of releases differs when a grammar ends its request
         most = -(-workload.scheduler["max_model_len"] // workload.block_size)
         workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * most)
     for step, requests in workload.arrivals.items():
@@ -562,7 +629,7 @@ class Side:
         counts = [len(scheduler.running), len(waiting), len(scheduler.kv_holding_waiting)]
         running = [each.request_id for each in scheduler.running]
         first = scheduler.waiting.peek_request().request_id if waiting else None
-        if self.workload.compiled or self.workload.sessions:  # see docs/vllm.md
+        if self.workload.compiled or self.workload.sessions:  # see the module's docstring
             first = None
             waiting = sorted({*waiting, *(each.request_id for each in scheduler.kv_holding_waiting)})
             running, counts = sorted(running), []
@@ -861,7 +928,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             return difference
         if theirs != ours:
             has_images = any(workload.encoder) and not workload.is_encoder_decoder
-            if sides[0].lacking:  # see docs/vllm.md
+            if sides[0].lacking:  # see the module's docstring
                 tally["theirs lacks embeddings"] += 1
                 return None
             if has_images and _takes_less_behind_a_victim(sides, theirs, ours):
@@ -941,7 +1008,7 @@ def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> d
 
 def _may_do_more(workload: Workload) -> bool:
     """Whether ours may run more: it has more blocks; or steps run ahead, and vLLM's own lets a request wait a step
-    longer for another request's state. See docs/vllm.md."""
+    longer for another request's state. See the module's docstring."""
     caches_states = any(kind == "cached state" for kind, _, _ in workload.layout)
     return not workload.is_strict or (workload.asynchronous and caches_states)
 
@@ -954,7 +1021,7 @@ def _may_find_otherwise(workload: Workload) -> bool:
 
 
 def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours resumes a request that fits the step only in part; see docs/vllm.md."""
+    """Whether they differ in that ours resumes a request that fits the step in part; see the module's docstring."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
     # Workers of the second runner get a resumed request as a new one.
@@ -962,7 +1029,7 @@ def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any])
 
 
 def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours finds tokens of a step in flight before a preemption; see docs/vllm.md."""
+    """Whether they differ in that ours finds tokens in flight before a preemption; see the module's docstring."""
     later = [ours["starts"][name] - theirs["starts"].get(name, 0) for name in ours["resumed"]]
     others = [name for name in theirs["tokens"] if name not in ours["resumed"]]
     same = all(ours["tokens"].get(name) == theirs["tokens"][name] for name in others)
@@ -970,7 +1037,7 @@ def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dic
 
 
 def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that one recomputes embeddings that the other has kept; see docs/vllm.md."""
+    """Whether they differ in that one recomputes embeddings that the other has kept; see the module's docstring."""
     if {**theirs, "encoder inputs": None} != {**ours, "encoder inputs": None}:
         return False
     computed = [_computed(sides[0], theirs), _computed(sides[1], ours)]
@@ -986,7 +1053,7 @@ def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
 
 def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that rows with images get no tokens, or no embedding space, from a request that is
-    preempted before; see docs/vllm.md."""
+    preempted before; see the module's docstring."""
     other = theirs.keys() - {"tokens", "starts", "encoder inputs", "preempted"}
     if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
         return False
@@ -1002,7 +1069,7 @@ def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any]
 def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first row that differs continues in ours where theirs ends before an image. Ours has kept the image's
     embeddings, or the row reads none of them yet, or theirs lacks space or budget for them because it recomputes others
-    that ours has kept. See docs/vllm.md."""
+    that ours has kept. See the module's docstring."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     for name, count in ours["tokens"].items():
@@ -1023,7 +1090,7 @@ def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
 
 def _lacks_blocks_to_go_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that ours lacks blocks for a request's first chunk and does not admit it, while the chunk
-    in theirs ends before an image whose embeddings ours has kept; see docs/vllm.md."""
+    in theirs ends before an image whose embeddings ours has kept; see the module's docstring."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     same = [name for name in ours["tokens"] if ours["tokens"][name] == theirs["tokens"].get(name)]
@@ -1048,7 +1115,7 @@ def _holds_unread(sides: tuple[Side, Side]) -> bool:
 
 
 def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours verifies fewer drafts when blocks run out; see docs/vllm.md."""
+    """Whether they differ in that ours verifies fewer drafts when blocks run out; see the module's docstring."""
     kept = [name for name in ours["tokens"] if name in theirs["tokens"]]
     fewer = [name for name in kept if len(ours["drafts"].get(name, ())) < len(theirs["drafts"].get(name, ()))]
     return bool(fewer) or bool(theirs["preempted"])
@@ -1056,7 +1123,7 @@ def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
 
 def _starts_without_placeholders(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first request that only ours admits starts with one token and no placeholders; in theirs it waits for
-    the placeholders' blocks. See docs/vllm.md."""
+    the placeholders' blocks. See the module's docstring."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = all(ours["tokens"][name] == count for name, count in theirs["tokens"].items() if name in ours["tokens"])
     return same and bool(more) and ours["tokens"][more[0]] == 1 and not ours["drafts"].get(more[0])
@@ -1064,7 +1131,7 @@ def _starts_without_placeholders(theirs: dict[str, Any], ours: dict[str, Any]) -
 
 def _finds_what_is_generated(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first request that differs begins with tokens that a running request of theirs generated. Ours finds
-    them only after that request has released its blocks. See docs/vllm.md."""
+    them only after that request has released its blocks. See the module's docstring."""
     for name in theirs["new"]:
         start = theirs["starts"][name]
         if start == ours["starts"].get(name):

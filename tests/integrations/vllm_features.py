@@ -112,7 +112,7 @@ def drafts(ours: bool, model: str, folder: Path) -> Any:
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert any(tokens and set(tokens) == {-1} for step in rows for _, _, tokens in step), "no row was padded"
     assert max(sum(count for _, count, _ in step) for step in rows) == KNOBS["max_num_batched_tokens"]
-    # vLLM's own makes drafts beyond max_tokens, see docs/vllm.md: the number in a row is not compared.
+    # vLLM's own makes drafts beyond max_tokens, see vllm_decisions.py: the number in a row is not compared.
     return [found, [[[name, -1 in tokens] for name, _, tokens in step] for step in rows]]
 
 

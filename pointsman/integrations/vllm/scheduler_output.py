@@ -7,6 +7,42 @@ grammar.
 vLLM has two model runners, which get a resumed request in different ways: the first as a cached request with all its
 blocks and tokens, the second as a new request with its tokens. Both runners keep the lists of an output, so every
 output gets new lists.
+
+The fields that the second runner reads, in any supported version (`tests/integrations/test_vllm_v2_runner.py` compares
+this list with vLLM's sources):
+
+    SchedulerOutput: finished_req_ids, preempted_req_ids
+        Slots to free, in the order of ids. A preempted request is in the second set in the step that preempts it,
+        because it comes back as a new request.
+    SchedulerOutput: scheduled_new_reqs, scheduled_cached_reqs
+        Admitted requests, resumed ones included, each of which gets a slot; and requests that continue.
+    SchedulerOutput: num_scheduled_tokens, total_num_scheduled_tokens
+        Tokens of each row, at least one; the runner sorts the batch itself.
+    SchedulerOutput: scheduled_spec_decode_tokens, num_spec_tokens_to_schedule
+        Number of drafts that each row verifies, placeholders included, and that the next step may have.
+    SchedulerOutput: encoder_input_updates, skip_drafts, block_table_updates
+        Since 0.33: payloads of images that workers may drop, and whether new drafts have no use. In 0.31: rows that
+        replace block tables. Pointsman gives none of them.
+    SchedulerOutput: has_structured_output_requests
+        Whether the step samples under a grammar.
+    SchedulerOutput: new_block_ids_to_zero, kv_cache_block_copies
+        Blocks to zero or to copy before the step, if vLLM's manager owns the blocks.
+    SchedulerOutput: scheduled_encoder_inputs, free_encoder_mm_hashes
+        Multimodal inputs.
+    SchedulerOutput: kv_connector_metadata, has_sync_kv_loads, ec_connector_metadata, aux_output_connector_metadata
+        Nothing, because connectors are refused.
+    NewRequestData: req_id, prompt_token_ids, prompt_len, prefill_token_ids
+        The last has all known tokens, those of a resumed request's output included. It is required.
+    NewRequestData: block_ids, num_computed_tokens
+        The whole block table, one list for each group; tokens whose KV is cached.
+    NewRequestData: sampling_params, pooling_params, lora_request
+        As the request has them.
+    NewRequestData: mm_features, prompt_embeds, prompt_is_token_ids
+        Multimodal inputs, and prompts as embeddings.
+    CachedRequestData: req_ids, num_computed_tokens, new_block_ids
+        Of rows that continue, in one order: where each begins, and its blocks since its last step, or none.
+
+The first runner alone reads `resumed_req_ids`, `num_output_tokens`, `new_token_ids` and `all_token_ids`.
 """
 
 from __future__ import annotations

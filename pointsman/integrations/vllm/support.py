@@ -20,8 +20,8 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 
 
 class Refusal(str):
-    """The reason for which a version or configuration is refused, and the remedy. docs/vllm.md has a line for each
-    `key`.
+    """The reason for which a version or configuration is refused, and the remedy. docs/reference/vllm.md has a line for
+    each `key`.
 
     Args:
         key: stable name of the reason.

@@ -168,8 +168,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:request_success_total",
             "counter",
             "requests",
-            "Ended requests by reason; each of n samples is one. Requests whose client disconnected (abort), that "
-            "failed (error) or whose deadline passed (deadline) are included.",
+            "Ended requests by reason; each of n samples is one.",
             "finished_reason",
         ),
         lambda stats: {reason: stats.scheduler.finished[reason] for reason in FINISH_REASONS},
@@ -179,8 +178,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:num_preemptions_total",
             "counter",
             "preemptions",
-            "Running requests that lost their blocks, counted as vLLM counts: for memory, and by a reset of the "
-            "prefix cache that recomputes running requests. pointsman:preemptions_total has all causes.",
+            "Preemptions for memory, and by a reset of the prefix cache, as vLLM counts. "
+            "pointsman:preemptions_total has all causes.",
         ),
         lambda stats: sum(_preemptions(stats)[cause.value] for cause in PreemptionCause if cause.exists_in_vllm),
     ),
@@ -189,9 +188,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:preemptions_total",
             "counter",
             "preemptions",
-            "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, reset (of the "
-            "prefix cache), or unsampled (a step had no token for it). A rising rate of cause memory means that "
-            "admitted requests need more than the KV cache holds.",
+            "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, reset "
+            "(of the prefix cache), or unsampled (a step had no token for it).",
             "cause",
         ),
         _preemptions,
@@ -210,8 +208,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:preemption_decisions_total",
             "counter",
             "preemptions",
-            "With --preemption-mode swap or cheaper: preemptions by the decision for blocks that are evicted before "
-            "the request resumes: copy them to host memory and back (swap), or compute them again (recompute).",
+            "With --preemption-mode swap or cheaper: preemptions by the decision for evicted blocks: copy "
+            "them to host memory and back (swap), or compute them again (recompute).",
             "decision",
         ),
         lambda stats: stats.scheduler.preemption_decisions,
@@ -359,8 +357,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:deferrals_total",
             "counter",
             "steps",
-            "Steps in which the head of the queue was not admitted, by reason: the check that deferred it (watermark, "
-            "full_sequence, blocks, sequence_limit, budget), or another obstacle.",
+            "Steps in which the head of the queue was not admitted, by reason.",
             "reason",
         ),
         lambda stats: stats.scheduler.deferrals,

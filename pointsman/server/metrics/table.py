@@ -282,7 +282,7 @@ STAGE_HELD = Definition(
     "pointsman:stage_held",
     "gauge",
     "the stage's",
-    "The amount that all tenants together hold at a stage, in the unit that operating.md gives.",
+    "The amount that all tenants together hold at a stage, in the unit of that stage.",
     "stage",
 )
 STAGE_ROOM = Definition(
@@ -307,8 +307,8 @@ ENGINE_UP = Definition(
     "pointsman:engine_up",
     "gauge",
     "0 or 1",
-    "Whether the engine's process is alive and gives signs of life. If not, the engine's counters keep their last "
-    "values, and its gauges are 0. Engines that autoscaling has not started or has ended are left out.",
+    "Whether the engine's process is alive and responds. Engines that autoscaling has not started or has "
+    "ended are left out.",
 )
 ENGINE_RESTARTS = Definition(
     "pointsman:engine_restarts_total",

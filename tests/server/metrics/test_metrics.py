@@ -45,7 +45,7 @@ DEFINITIONS = (
     *(definition for definition, _ in SCRAPED),
     *(value for value in vars(metric_table).values() if isinstance(value, Definition)),
 )
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = sorted((ROOT / "docs").rglob("*.md"))
 VLLM_METRICS = sorted((ROOT / ".venv-vllm/lib").glob("python3*/site-packages/vllm/v1/metrics"))
 
 Samples = dict[str, float]
@@ -452,7 +452,7 @@ def test_llm_d_endpoint_picker_finds_its_metrics(
 
 def documented() -> dict[str, list[str]]:
     """Cells of the rows of the tables of metrics, which have more than three columns, by the metric's name."""
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in re.findall(r"^\| `.*$", text, re.M)]
     return {row[0].strip("`"): row[1:] for row in rows if len(row) > 3}
 
@@ -463,12 +463,12 @@ def test_documented_metric_table_matches_the_definitions() -> None:
         labels = ", ".join(f"`{label}`" for label in (definition.label, definition.second_label) if label)
         expected = [definition.kind, labels, definition.unit, definition.meaning]
         assert rows.pop(definition.name, None) == expected, (
-            f"docs/metrics.md lacks: | `{definition.name}` | {' | '.join(expected)} |"
+            f"docs/reference/metrics.md lacks: | `{definition.name}` | {' | '.join(expected)} |"
         )
     assert {name.split("_")[0] for name in rows} == {"process", "python", "pointsman:engine"}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[path.relative_to(ROOT).as_posix() for path in DOCUMENTS])
 def test_documents_name_no_metric_that_does_not_exist(path: Path) -> None:
     exposed = {definition.name for definition in DEFINITIONS}
     exposed |= {f"{one.name}_{part}" for one in HISTOGRAMS for part in ("bucket", "sum", "count")}
