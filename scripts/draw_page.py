@@ -1,4 +1,4 @@
-"""Draws the README's animation of a run in a small pool, and the pictures of docs/films.md and docs/sandbox.md.
+"""Draws the README's animation of a run in a small pool, and the pictures of the guides to films and to the sandbox.
 
     python scripts/draw_page.py [--chromium PATH]
 
@@ -32,7 +32,7 @@ from pointsman.web.story import Teller
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "films"
 COMPARED = ("--requests", "60", "--num-blocks", "400", "--max-num-seqs", "8")
-"""Options of the comparison of static and continuous batching in docs/films.md."""
+"""Options of the comparison of static and continuous batching in docs/guides/film_a_run.md."""
 SIZE = {"width": 1200, "height": 880}
 WIDTH = 900
 """Width of the picture in pixels; the page is rendered larger, as on a screen."""
@@ -88,7 +88,7 @@ def shots(data: bytes, folder: Path, browser: Browser) -> list[Image.Image]:
 
 
 def stills(folder: Path, browser: Browser) -> dict[str, bytes]:
-    """The pictures of docs/films.md and docs/sandbox.md by name, drawn from the runs described there."""
+    """The pictures of the guides to films and to the sandbox by name, drawn from the runs described there."""
     names = ("run", "static", "continuous")
     options = {
         "run": (

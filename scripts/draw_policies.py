@@ -2,9 +2,9 @@
 
     python scripts/draw_policies.py [NAME ...]
 
-It writes docs/policies/NAME.svg and prints the figures. As in docs/scenarios.md, step times are those of Llama 3.1 8B
-on an H100 and the pool is that of an RTX 4090, so only ratios are meaningful. `least-cost`, `preemption-mode` and
-`eviction` use scenarios of benchmarks/policies.py, each with its own device and pool.
+It writes docs/policies/NAME.svg and prints the figures. As in docs/how_it_works/claims.md, step times are those of
+Llama 3.1 8B on an H100 and the pool is that of an RTX 4090, so only ratios are meaningful. `least-cost`,
+`preemption-mode` and `eviction` use scenarios of benchmarks/policies.py, each with its own device and pool.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python scripts/draw_scenarios.py [NAME ...]
 
-It writes each picture to docs/scenarios/NAME.svg, and the figures below the command in docs/scenarios.md.
+It writes each picture to docs/scenarios/NAME.svg, and the figures below the command in docs/how_it_works/claims.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def printed(found: Finding) -> str:
 
 
 def main(names: list[str]) -> None:
-    page = DOCS / "scenarios.md"
+    page = DOCS / "how_it_works" / "claims.md"
     step_time = service_of_options({}, None).step_time
     for name in names or SCENARIOS:
         found = scenario(name).run(step_time)

@@ -130,8 +130,16 @@ TRANSCRIPTS, PYTHON_SESSIONS = (
 )
 SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
-SHORT_DOCUMENTS = {"README.md", "engine.md", "course.md", "scenarios.md", "guides/call_a_server.md"}
+SHORT_DOCUMENTS = {
+    "README.md",
+    "guides/call_a_server.md",
+    "guides/take_the_course.md",
+    "how_it_works/claims.md",
+    "start/server.md",
+}
 """Documents whose commands and servers the short form runs."""
+PLANNING = {f"guides/{name}.md" for name in ("size_a_deployment", "calibrate_step_times", "tune_settings")}
+"""Documents whose commands read bench.json, a log of requests, and recording.jsonl, a recording of vLLM."""
 
 
 def test_the_documents_have_examples_and_commands() -> None:
@@ -241,7 +249,7 @@ def bench_result(count: int) -> dict[str, Any]:
 @pytest.mark.parametrize("document", short_of(["README.md", *OTHERS], SHORT_DOCUMENTS))
 def test_commands_of_documents_run_in_order(document: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
-    if document == "simulator.md":
+    if document in PLANNING:
         (tmp_path / "bench.json").write_text(json.dumps(bench_result(short_or_long(24, 300))))
         write_observed(tmp_path / "recording.jsonl")
     for where, line in COMMANDS:
@@ -249,7 +257,7 @@ def test_commands_of_documents_run_in_order(document: str, tmp_path: Path) -> No
             continue
         run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"
-    if document != "simulator.md":
+    if document != "guides/calibrate_step_times.md":
         return
     errors = load_profile(tmp_path / "profile.json").held_out_errors  # written by calibrate, read by the others
     assert isinstance(errors["e2e_mape"], float) and errors["e2e_mape"] < short_or_long(20, 5) / 100

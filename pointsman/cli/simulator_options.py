@@ -233,7 +233,7 @@ Seeds = Annotated[
 ScenarioName = Annotated[
     str | None,
     typer.Option(
-        "--scenario", metavar="NAME", help="Test a claim about schedulers instead; --list, docs/scenarios.md."
+        "--scenario", metavar="NAME", help="Test a claim about schedulers instead; --list, docs/how_it_works/claims.md."
     ),
 ]
 PerfettoFile = Annotated[

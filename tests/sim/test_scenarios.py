@@ -58,10 +58,10 @@ def printed(found: Finding) -> str:
 def test_scenario_verdicts_match_those_in_the_documentation(name: str, tmp_path: Path) -> None:
     found = scenario(name).run(STEP_TIME)
     assert [check.holds for check in found.checks] == HOLDS[name], found.checks
-    page = (DOCS / "scenarios.md").read_text()
+    page = (DOCS / "how_it_works" / "claims.md").read_text()
     (shown,) = re.findall(rf"```console\n\$ pointsman simulate --scenario {name}\n(.*?)\n```\n", page, re.DOTALL)
     assert shown == printed(found), "run scripts/draw_scenarios.py"
-    assert f"](scenarios/{name}.svg)" in page
+    assert f"](../scenarios/{name}.svg)" in page
     write_svg(found, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").read_text() == (DOCS / "scenarios" / f"{name}.svg").read_text()
 

@@ -98,7 +98,7 @@ def test_two_builds_of_the_course_are_equal(course: dict[str, Performed]) -> Non
 
 
 def test_the_documentation_names_every_lesson() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "course.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "take_the_course.md").read_text()
     rows = re.findall(r"^\| (.+?) \|", text, re.MULTILINE)
     assert rows == ["lesson", "---", *(lesson.title for lesson in LESSONS)]
 
