@@ -243,7 +243,7 @@ def capacity(
     list_names: sim.ListNames = False,
     **values: Any,
 ) -> int:
-    """Find how many requests a second a service handles within its targets, how many users, or on how many replicas.
+    """Find how many requests a second or users a service handles within its targets, or how many replicas it needs.
 
     Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
     thinks before the next request, and the number of users is found. Without targets: TTFT within 2 s.

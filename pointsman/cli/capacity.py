@@ -59,16 +59,16 @@ def run_capacity(
     low, high = replica_range(replicas, options)
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_target", "itl_target"))) or DEFAULT_TARGETS
     users = options.get("users")
-    asks_users = users is not None or ("think" in options and "sessions" not in options)
+    finds_num_users = users is not None or ("think" in options and "sessions" not in options)
     for option, load in (("--requests-per-second", rate), ("--users", users)):
         if load is not None and low == high:
             raise CommandError(
                 f"{option} has no effect with a fixed number of replicas, because the search finds this value; leave "
                 f"{option} out, or give a range like --replicas 1-16"
             )
-    if asks_users and rate is not None:
+    if finds_num_users and rate is not None:
         raise CommandError("--requests-per-second has no effect with --users or --think; leave it out")
-    if asks_users and users is None and low < high:
+    if finds_num_users and users is None and low < high:
         raise CommandError("--think with a range of --replicas needs the number of users; give --users too")
     if rate is not None and not 0 < rate < math.inf:
         raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
@@ -80,8 +80,8 @@ def run_capacity(
         raise CommandError(f"--requests is {num_requests}; it must be at least 2; give thousands for a reliable result")
     service = service_of_options(options, preset)
     num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
-    arriving = workload_of_options(options, num_requests, asks_users=asks_users)
-    if arriving.rate == math.inf and not asks_users:
+    arriving = workload_of_options(options, num_requests, finds_num_users=finds_num_users)
+    if arriving.rate == math.inf and not finds_num_users:
         raise CommandError(
             f"--trace is {options['trace']}, whose requests all arrive at the same time and so have no rate; give "
             "--arrivals instead"
@@ -102,7 +102,7 @@ def run_capacity(
             question = search.make_question(bar)
             if low < high:
                 found = fewest_replicas(question, users or rate or arriving.rate, low, high)
-            elif asks_users:
+            elif finds_num_users:
                 found = max_users(question, high, tolerance=tolerance)
             else:
                 found = highest_rate(question, high, tolerance=tolerance)

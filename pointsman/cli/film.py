@@ -30,7 +30,7 @@ from pointsman.web.words import counted
 MAX_ROWS = 40
 """Maximum number of requests in a table."""
 MAX_REASONS = 3
-"""Maximum number of reasons of one wait in a table."""
+"""Maximum number of reasons for waiting that a table lists for one request."""
 
 
 def film(

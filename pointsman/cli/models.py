@@ -1,4 +1,4 @@
-"""`pointsman models`: lists, installs, removes and exports small models with a name."""
+"""`pointsman models`: lists, installs, removes and exports the small models that `--model` accepts by name."""
 
 from __future__ import annotations
 

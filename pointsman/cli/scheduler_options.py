@@ -61,15 +61,15 @@ def default_in_words(name: str) -> str:
 
 
 def served_options() -> dict[str, Any]:
-    """The options of `pointsman generate` and `serve` by name."""
+    """The command-line options of all knobs for `pointsman generate` and `serve`, by the name of the knob."""
     return {name: _annotation(name, served_default(name)) for name in OPTIONS}
 
 
 def simulated_options(defaults: Mapping[str, str]) -> dict[str, Any]:
-    """The options of the simulator by name.
+    """The command-line options of the knobs that the simulator supports, by the name of the knob.
 
     Args:
-        defaults: defaults in words, of the knobs whose default differs from `SchedulerConfig`.
+        defaults: knob -> text of its default, for knobs whose default in the simulator differs from `SchedulerConfig`.
     """
     return {
         name: _annotation(name, defaults[name] if name in defaults else default_in_words(name))

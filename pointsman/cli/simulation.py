@@ -87,22 +87,22 @@ class Arriving:
 
 
 def workload_of_options(
-    options: Mapping[str, Any], num_requests: int | None = None, *, asks_users: bool = False
+    options: Mapping[str, Any], num_requests: int | None = None, *, finds_num_users: bool = False
 ) -> Arriving:
     """The workload that the options describe.
 
     Args:
         options: the given options, by name.
         num_requests: maximum number of requests from the start, overrides the options; None: as in the options.
-        asks_users: whether the requests come from users, whose number is searched.
+        finds_num_users: whether the command searches for a number of users. The requests then come from users.
 
     Raises:
         CommandError: options contradict each other, or a value or a file is wrong.
     """
-    _check_options(options, asks_users)
+    _check_options(options, finds_num_users)
     try:
         if "trace" in options:
-            return _trace_workload(options, num_requests, asks_users)
+            return _trace_workload(options, num_requests, finds_num_users)
         lengths = Lengths(
             prompt=_parse_option(parse_distribution, "prompt_tokens", options),
             output=_parse_option(parse_distribution, "output_tokens", options),
@@ -113,7 +113,7 @@ def workload_of_options(
             return _session_workload(options, num_requests, seed)
         count = num_requests or options.get("requests", NUM_REQUESTS)
         of_lengths = ", ".join(f"{name.partition('_')[0]}s {options.get(name, DEFAULTS[name])}" for name in _LENGTHS)
-        if asks_users:
+        if finds_num_users:
 
             def of_users(users: int) -> Workload:
                 enough = max(count, min(REQUESTS_PER_USER * users, MAX_OF_USERS))
@@ -152,7 +152,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
+def _check_options(options: Mapping[str, Any], finds_num_users: bool) -> None:
     for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0, "retention": 0}.items():
         if options.get(name, least) < least:
             raise CommandError(f"{_option_name(name)} is {options[name]}; it must be at least {least}")
@@ -165,19 +165,19 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
                 raise CommandError(
                     f"{_option_name(other)} has no effect beside {_option_name(name)}; give one of them{hint}"
                 )
-    if asks_users and "arrivals" in options:  # --users, if given, was refused above
+    if finds_num_users and "arrivals" in options:  # --users, if given, was refused above
         raise CommandError(
             "--arrivals has no effect with --think: a user's next request arrives a thinking time after the last "
             "output; leave one of them out, or add --sessions for conversations that start at these arrival times"
         )
     for name, wanted in _NEEDS.items():
-        if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
+        if name in options and not any(each in options or (each == "users" and finds_num_users) for each in wanted):
             raise CommandError(
                 f"{_option_name(name)} has no effect alone; give {' or '.join(map(_option_name, wanted))} too"
             )
 
 
-def _trace_workload(options: Mapping[str, Any], num_requests: int | None, asks_users: bool) -> Arriving:
+def _trace_workload(options: Mapping[str, Any], num_requests: int | None, finds_num_users: bool) -> Arriving:
     path = options["trace"]
     try:
         whole = served(read_trace(path, limit=None if num_requests else options.get("limit")), path)
@@ -186,8 +186,8 @@ def _trace_workload(options: Mapping[str, Any], num_requests: int | None, asks_u
     trace = whole[:num_requests]
     title = f"{len(trace):,} requests of {path}"
     think, seed = _parse_option(parse_distribution, "think", options), options.get("seed", 0)
-    of_users = partial(ClosedLoop, source=trace, think=think, seed=seed, is_spread=True) if asks_users else None
-    if "users" in options and not asks_users:
+    of_users = partial(ClosedLoop, source=trace, think=think, seed=seed, is_spread=True) if finds_num_users else None
+    if "users" in options and not finds_num_users:
         loop = ClosedLoop(options["users"], trace, think=think, seed=seed)
         return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, whole)
     return Arriving(
@@ -283,7 +283,7 @@ class Service:
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
     """Function that sets in a configuration the number of blocks that fit the device; may raise `ModelTooLarge`."""
     settings_of: str = ""
-    """Source of the settings that were not given, for display."""
+    """Text for display: where the settings come from that no option gives, as "the preset"."""
     host_memory: HostMemory | None = None
     """Host memory behind the KV pool; None: no host memory."""
     model: str = UNKNOWN_MODEL

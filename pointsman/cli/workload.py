@@ -106,7 +106,8 @@ class Sampling:
     """The sampling options of the command, as defaults for every prompt that does not set its own."""
 
     max_tokens: int | None
-    """Maximum number of output tokens; None: 64, or the lengths of the built-in prompts or of the trace."""
+    """Maximum number of output tokens. None: built-in prompts and traced requests have their own output lengths; the
+    maximum of other prompts is 64."""
     temperature: float
     top_p: float
     top_k: int

@@ -378,7 +378,7 @@ class SchedulerConfig(metaclass=Documented):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
-        object.__setattr__(self, "kv_groups", _checked_groups(self.kv_groups))
+        object.__setattr__(self, "kv_groups", _checked_kv_groups(self.kv_groups))
         for name, knob in scheduler_knobs().items():
             if knob.is_list_of_policies:
                 object.__setattr__(self, name, _checked_policies(name, getattr(self, name)))
@@ -678,14 +678,14 @@ def _checked_policies(name: str, given: object) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def _checked_groups(given: object) -> tuple[KVGroup, ...]:
+def _checked_kv_groups(values: object) -> tuple[KVGroup, ...]:
     try:
-        if isinstance(given, str):
+        if isinstance(values, str):
             raise TypeError
-        groups = tuple(KVGroup(*group) for group in given)  # type: ignore[attr-defined]
+        groups = tuple(KVGroup(*group) for group in values)  # type: ignore[attr-defined]
     except TypeError:
         raise ConfigError(
-            f'kv_groups is {given!r}; give pairs of a kind and a size, such as (("full", 0), ("window", 1024))'
+            f'kv_groups is {values!r}; give pairs of a kind and a size, such as (("full", 0), ("window", 1024))'
         ) from None
     for group in groups:
         if group.kind not in KINDS:

@@ -72,21 +72,21 @@ class SharedCapacity:
         self.held: dict[str, int] = {}
         """Tenant -> amount that the tenant holds; tenants that hold nothing are left out."""
 
-    def take(self, tenant: str, amount: int, earlier_amount: int = 0) -> None:
+    def take(self, tenant: str, amount: int, held_for_item: int = 0) -> None:
         """Let a tenant hold a further amount. A tenant that holds nothing, or only earlier parts of the same item, may
         take the whole free capacity.
 
         Args:
             tenant: the tenant that takes the amount.
             amount: the amount to add.
-            earlier_amount: amount that the tenant holds for earlier parts of the same item.
+            held_for_item: amount that the tenant already holds for earlier parts of the same item.
 
         Raises:
             CapacityError: the amount exceeds the free capacity or the tenant's share.
         """
         held, left = self.held.get(tenant, 0), self.size - self.total - amount
         max_held = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
-        if left < 0 or (held > earlier_amount and held + amount > max_held):
+        if left < 0 or (held > held_for_item and held + amount > max_held):
             raise CapacityError(held, max_held, self.total, self.size)
         self.held[tenant] = held + amount
         self.total += amount

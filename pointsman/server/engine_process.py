@@ -243,7 +243,7 @@ def main(descriptor: int) -> int:
             keep_freed_pages(one_heap=True)
             grammars = start_compiler(files) if start.warm_up else None
             arguments = with_prefill_gap(start.options)
-            engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **arguments)
+            engine = Engine(recorder=recorder, clock=clock_with_offset(start.clock_offset), **arguments)
             engine.kv_pool.map_memory()
             if start.warm_up:
                 with explain_out_of_memory("the warm-up", SMALLER_POOL):
@@ -279,7 +279,7 @@ def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
     return file
 
 
-def clock_with(offset: float) -> Callable[[], float]:
+def clock_with_offset(offset: float) -> Callable[[], float]:
     """Returns a function that reads the API process's clock, which is ahead of this machine's clock by `offset`
     seconds."""
     return (lambda: time.monotonic() + offset) if offset else time.monotonic

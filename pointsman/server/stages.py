@@ -185,13 +185,15 @@ class StageLimit:
         """The amount that each tenant holds, in the stage's unit; tenants that hold nothing are left out."""
         return self._capacity.held
 
-    def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _min_wait) -> None:
+    def take(
+        self, tenant: str, amount: int, *, held_for_request: int = 0, retry_after: Callable[[], int] = _min_wait
+    ) -> None:
         """Add to the amount that a tenant holds.
 
         Args:
             tenant: the request's tenant.
             amount: additional amount, in the stage's unit.
-            own: the amount that the same request holds already.
+            held_for_request: amount that the tenant already holds for the same request.
             retry_after: returns the seconds for Retry-After of a refusal, if the stage can estimate them.
 
         Raises:
@@ -200,7 +202,7 @@ class StageLimit:
         """
         try:
             if amount:
-                self._capacity.take(tenant, amount, own)
+                self._capacity.take(tenant, amount, held_for_request)
         except CapacityError as error:
             raise self._refusal(error, amount, retry_after()) from None
 

@@ -227,13 +227,13 @@ class _Reader:
                     return Quantization(method=method, bits=8, computes_in="int8")
                 raise self._error("quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
             case "compressed-tensors":
-                return self._compressed_tensors(config)
+                return self._compressed_tensors_quantization(config)
         raise self._error(
             f"quant_method {method!r} is not known; known are awq, gptq, fp8, fbgemm_fp8, mxfp4, bitsandbytes, "
             f"compressed-tensors"
         )
 
-    def _compressed_tensors(self, config: dict[str, Any]) -> Quantization:
+    def _compressed_tensors_quantization(self, config: dict[str, Any]) -> Quantization:
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or len(groups) != 1:
             raise self._error("quantization_config of compressed-tensors must have exactly one entry in config_groups")

@@ -206,15 +206,15 @@ class Efficiencies:
     """
 
     memory: float = 0.85
-    """Share of the memory bandwidth, for weights and KV."""
+    """Share of the peak memory bandwidth that accesses to weights and KV reach."""
     linear: float = 0.65
-    """Share of the peak FLOP/s, in products with weights."""
+    """Share of the peak FLOP/s that products with weights reach."""
     attention: float = 0.45
-    """Share of the peak FLOP/s, in attention."""
+    """Share of the peak FLOP/s that attention reaches."""
     link: float = 0.7
-    """Share of the link bandwidth, in all-reduces."""
+    """Share of the peak link bandwidth that all-reduces reach."""
     host_link: float = 0.8
-    """Share of the bandwidth to the host, in copies of KV blocks from and to pinned memory."""
+    """Share of the peak bandwidth to the host that copies of KV blocks from and to pinned memory reach."""
     all_reduce_latency: float = 10e-6
     """Minimum seconds of an all-reduce."""
     per_step: float = 0.4e-3
@@ -291,7 +291,7 @@ class RooflineStepTime:
     kv_dtype_bytes: float = 2
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache of decode steps by number of rows."""
+    """Cache of the formulas for the time of a decode step, by the step's number of rows."""
 
     def __post_init__(self) -> None:
         check_parallel(self.shape, self.device, self.tensor_parallel)

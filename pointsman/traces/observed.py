@@ -1,9 +1,10 @@
 """Reads observed recordings: `pointsman.integrations.vllm.Observer` writes such recordings of vLLM's own scheduler.
 
-The format is described in `core/recording.py`. The time at which a request was queued is the earliest time at which the
-engine can have received it. This is the request's arrival at the server plus the shortest delay between server and
-scheduler of all requests in the file. But the time is never earlier than the start of the step after which the
-scheduler got the request. Requests that had not finished when the recording ended have no result.
+The format is described in `core/recording.py`. The engine passes requests to the scheduler only between two steps.
+So the reader estimates the time at which a request was queued: its arrival at the server, plus the minimum delay from
+server to scheduler over all requests in the file. If the scheduler got the request after a step that began later than
+that, the estimate is the beginning of that step. Requests that had not finished when the recording ended have no
+result.
 """
 
 from __future__ import annotations

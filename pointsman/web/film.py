@@ -291,7 +291,9 @@ class Film:
             for name, what in _NAMED.items():
                 numbers, plus = chunk.events[name], name in _PLUS_ONE
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.header["names"][what]) + plus:
-                    raise FilmError(f"column {name!r} has a number without a name in the header; the film is broken")
+                    raise FilmError(
+                        f"column {name!r} has a number that the header's {what} do not name; the film is broken"
+                    )
             for name in ("deferred_holder", "preempted_by", "step_blocker", "key_flight_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= len(self.requests):

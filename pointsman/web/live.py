@@ -32,8 +32,8 @@ from pointsman.core.scheduler import Scheduler
 
 SECONDS_BETWEEN_PARTS = 0.1
 SHARE_OF_TIME = 0.01
-"""Maximum share of time spent on cutting parts. A part begins with the state of all unfinished requests, so with many
-requests parts are less frequent."""
+"""Maximum share of the thread's time that is spent on making parts of the live film. A part begins with the state of
+all unfinished requests: with more requests, a part takes longer to make, and the interval between parts is longer."""
 SECONDS_BETWEEN_STATES = 1.0
 MAX_WATCHERS = 16
 MAX_WAITING = 8 << 20

@@ -92,8 +92,8 @@ class Scene:
     to_the_end: bool = False
     """Whether to play until all requests are finished, or `MAX_STEPS` are done, instead of `num_steps`."""
     not_before: float = 0.0
-    """Minimum time at the end of the scene, in seconds: the time to which the scene had advanced, even if only to
-    requests that were then refused."""
+    """Earliest time at which the scene ends, in seconds. When no request is unfinished, the scene still advances to the
+    arrivals until this time, even if these requests are then refused."""
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.0001
 

@@ -175,8 +175,8 @@ def life_of(film: Film, number: int) -> Life:
 
 
 def lives_of(film: Film) -> list[Life]:
-    """For each request of a film, in order of request number: the time for which it ran, and the times for which it
-    waited, by reason. `moments` is empty."""
+    """One `Life` for each request of a film, in order of request number. Each has the time for which the request ran,
+    and the time for which it waited by reason, but no `moments`."""
     found = _Lives(film)
     for event in film.events(0, None):
         found.add(event)

@@ -54,7 +54,8 @@ SENTENCES: dict[Op, str | Choice] = {
 """The sentence of each event. The values in a sentence are the event's fields, and values that `Teller` adds."""
 
 SHARES = {"none": "none", "all": "all"}
-"""Words for the share of a preempted request's KV that is still cached, if that is none or all of the KV."""
+"""Words for how much of a preempted request's KV is still cached, if none or all of it is. Otherwise a sentence has the
+number of cached tokens."""
 RECOVERIES = ("", ", and evicted blocks are recomputed", ", and evicted blocks are swapped")
 PREEMPTIONS = {
     "parked": "the host parked it",

@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_simulate_capacity_and_tune_report_rows_left_out_of_a_trace(pointsman: Run, trace: Path, name: str) -> None:
+def test_simulating_commands_report_rows_left_out_of_a_trace(pointsman: Run, trace: Path, name: str) -> None:
     finished = pointsman(*COMMANDS[name], trace)
     assert finished.code == 0, finished.err
     assert " ".join(finished.out.split()).count(LEFT_OUT) == 1

@@ -43,7 +43,7 @@ def test_import_loads_only_numpy_and_the_standard_library() -> None:
     assert {"torch", "transformers", "rich", "typer", "tokenizers", "safetensors", "matplotlib"}.isdisjoint(loaded)
 
 
-def test_import_loads_the_scheduler_and_no_host() -> None:
+def test_import_pointsman_loads_no_subpackage_except_core() -> None:
     _, _, loaded = import_in_a_new_process()
     ours = {name for name in loaded if name.startswith("pointsman.")}
     assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.files", "pointsman.version"}

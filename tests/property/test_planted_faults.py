@@ -431,21 +431,21 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
 def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
     """Positions of a part's placeholders count from the start of the part, not of the whole prompt."""
 
-    def continue_with(original: Any, state: Any, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]) -> None:
+    def replace_prompt(original: Any, state: Any, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]) -> None:
         known, end = len(state.encoder_inputs), len(tokens) - state.num_tokens
         moved = [item._replace(start=max(item.start - end, 0)) for item in inputs[known:]]
         original(state, tokens, most, (*inputs[:known], *moved))
 
-    around(patch, "RequestState.continue_with", continue_with)
+    around(patch, "RequestState.replace_prompt", replace_prompt)
 
 
 def longer_prompt_is_keyed_without_its_images(patch: Patch) -> None:
-    def continue_with(original: Any, state: Any, *args: Any) -> None:
+    def replace_prompt(original: Any, state: Any, *args: Any) -> None:
         generation = state.content_generation
         original(state, *args)
         state.content_generation = generation
 
-    around(patch, "RequestState.continue_with", continue_with)
+    around(patch, "RequestState.replace_prompt", replace_prompt)
 
 
 def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
@@ -979,7 +979,7 @@ def undo_forgets_groups(patch: Patch) -> None:
     def places(original: Any, kv: Any, entry: Any) -> Any:
         return [each for each in original(kv, entry) if each[2] % kv.num_groups == 0]
 
-    around(patch, "KVCacheManager._cells_of", places)
+    around(patch, "KVCacheManager._locate_published_blocks", places)
 
 
 def blocks_that_other_requests_hold_are_moved(patch: Patch) -> None:

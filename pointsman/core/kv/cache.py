@@ -246,10 +246,10 @@ class KVCache(ABC):
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
 
     def num_owed_of(self, batch: Batch, row: int) -> int:
-        """Number of free blocks that one row still needs until all its known tokens are computed."""
+        """Number of free blocks that the row `row` still needs until all its known tokens are computed."""
         return int(self.num_blocks_owed(batch, batch.count_up[row : row + 1])[0])
 
-    def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+    def num_slots_after_growth(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """[rows] number of tokens that each row can hold once it has the blocks to compute `num_tokens` [rows] further
         tokens."""
         return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size

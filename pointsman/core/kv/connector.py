@@ -74,13 +74,15 @@ class GroupConnector(KVConnector, Protocol):
     """A connector for `kv_groups`: the scheduler calls `num_tokens_in_groups` instead of `num_external_tokens`."""
 
     def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
-        """As `num_external_tokens`, for several groups: the loaded tokens must end where each group has all blocks that
-        the next token attends to, in the pool or the connector (`state.layout.AttendedBlocks.num_reusable`). Blocks
-        that the pool lacks are loaded.
+        """Number of consecutive tokens that the connector can load after the first `num_local_tokens` known tokens, and
+        whether the load is asynchronous; both as `num_external_tokens` returns them.
+
+        The load ends at a token for which each group has all blocks that the next token attends to, in the pool or in
+        the connector (`state.layout.AttendedBlocks.num_reusable`). Only blocks that the pool lacks are loaded.
 
         Args:
-            has: [groups, blocks] whether the pool has each block, or this step saves it. `digests.block_name` returns
-                the names of missing blocks.
+            has: [groups, blocks] whether the pool has each block, or the output of this step saves it.
+                `digests.block_name` returns the names of missing blocks.
         """
 
 

@@ -131,7 +131,8 @@ class KVEvents:
         return BlockStored(keys[first:end], parent, token_ids, Root.of(request), inputs, group)
 
     def on_cells_emptied(self, run: Run, cells: Int64Array) -> None:
-        """The last block of these cells (see `prefix_tree.py`) of a run was removed; the nodes remain."""
+        """The last block of each of these cells of a run was removed; the nodes remain. Cell c is node c // number of
+        groups, in group c % number of groups."""
         indices, groups = np.divmod(cells, len(self._has[run.run_id]))
         for group in self._groups[::-1]:
             self._report_removed(run, group, np.sort(indices[groups == group]))

@@ -66,7 +66,7 @@ class Publication(NamedTuple):
 
     request: Request
     first: int
-    """Number of blocks of each table that the request had published before."""
+    """Number of leading blocks in each of the request's tables that the request had published before."""
     before: Node
     """The node after which the blocks were published."""
     blocks: Int64Array
@@ -392,7 +392,7 @@ class KVCacheManager(KVCache):
         if self._windows is not None:
             self._windows.give_back(batch)
 
-    def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+    def num_slots_after_growth(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         ends = -(-(batch.num_computed_tokens[rows] + num_tokens) // self.block_size)
         slots: Int64Array = np.maximum(self._tables.ends[rows], ends) * self.block_size
         return slots
@@ -400,9 +400,10 @@ class KVCacheManager(KVCache):
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
         if self._windows is None:
             return super().num_blocks_owed(batch, rows)
-        return self._windows.num_owed(rows, batch.num_tokens[rows])
+        return self._windows.num_owed_blocks(rows, batch.num_tokens[rows])
 
     def num_owed_of(self, batch: Batch, row: int) -> int:
+        """Number of free blocks that the row `row` still needs until all its known tokens are computed."""
         if self._windows is not None:
             return super().num_owed_of(batch, row)
         missing = -(-(batch.num_tokens.item(row) - batch.num_slots.item(row)) // self.block_size)
@@ -736,7 +737,7 @@ class KVCacheManager(KVCache):
         entry: Publication
         for entry in reversed(journal):
             gone = []
-            for block, run, cell in reversed(self._cells_of(entry)):
+            for block, run, cell in reversed(self._locate_published_blocks(entry)):
                 if prefix.is_in_cell(block, run, cell):
                     prefix.remove_block(block)
                     gone.append(block)
@@ -747,15 +748,16 @@ class KVCacheManager(KVCache):
             if state.row is not None or state.holding is not None:  # the blocks are published again when recomputed
                 state.num_published_blocks, state.prefix_node = entry.first, entry.before
 
-    def _cells_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
-        """(block, run, cell) for each block of a journal entry, node after node."""
+    def _locate_published_blocks(self, publication: Publication) -> list[tuple[int, Run, int]]:
+        """(block, run, cell) for each block of a publication, node after node. A cell of a run is one node in one group
+        of layers."""
         found: list[tuple[int, Run, int]] = []
         at = 0
-        for run, first, count in entry.spans:
+        for run, first, count in publication.spans:
             for index in range(first, first + count):
                 found += [
                     (block, run, index * self.num_groups + group)
-                    for group, block in enumerate(entry.blocks[:, at].tolist())
+                    for group, block in enumerate(publication.blocks[:, at].tolist())
                     if block < self.pool.num_blocks
                 ]
                 at += 1

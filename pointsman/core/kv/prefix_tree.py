@@ -171,7 +171,8 @@ class RunListener(Protocol):
         block `offset` + i of the request."""
 
     def on_cells_emptied(self, run: Run, cells: Int64Array) -> None:
-        """The last block of these cells of `run` was removed; the nodes remain."""
+        """The last block of each of these cells of `run` was removed; the nodes remain. Cell c is node c // number of
+        groups, in group c % number of groups."""
 
     def on_run_shortened(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
@@ -226,7 +227,7 @@ class PrefixCache:
         cells: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
         return cells
 
-    def _cells_of(self, first: int, count: int) -> Int64Array:
+    def _cells_of_nodes(self, first: int, count: int) -> Int64Array:
         """[groups, count] the cells of nodes `first` to `first + count` - 1 of any run."""
         if first + count > self._cells.shape[1]:
             self._cells = self._make_cells(2 * (first + count))
@@ -273,7 +274,7 @@ class PrefixCache:
         - 1."""
         blocks = run.blocks[:, first : first + count]
         has: BoolArray = self._run_of[blocks] == run.run_id
-        has &= self._cell_of[blocks] == self._cells_of(first, count)
+        has &= self._cell_of[blocks] == self._cells_of_nodes(first, count)
         return has
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
@@ -357,7 +358,7 @@ class PrefixCache:
     def _record_blocks(self, run: Run, first: int, blocks: Int64Array) -> None:
         """Record for these blocks that they belong to the nodes of a run from `first` on."""
         end = first + blocks.shape[1]
-        cells = self._cells[:, first:end] if end <= self._cells.shape[1] else self._cells_of(first, end - first)
+        cells = self._cells[:, first:end] if end <= self._cells.shape[1] else self._cells_of_nodes(first, end - first)
         if self.num_groups == 1:  # an index of one dimension takes less time
             blocks, cells = blocks[0], cells[0]
         self._run_of[blocks] = run.run_id
@@ -368,7 +369,7 @@ class PrefixCache:
         """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that these nodes already have
         (cache hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
         run, first, count = span
-        cells = self._cells_of(first, count)
+        cells = self._cells_of_nodes(first, count)
         blocks[(self._run_of[blocks] == run.run_id) & (self._cell_of[blocks] == cells)] = self.no_block
         given, has = blocks != self.no_block, self._has_blocks(run, first, count)
         for group, at in zip(*(where.tolist() for where in (given & has).nonzero()), strict=True):

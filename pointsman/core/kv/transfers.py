@@ -270,9 +270,10 @@ class Transfers:
         if holding.request is not None:
             self._loaded[holding.transfer_id] = holding
 
-    def shorten_load(self, holding: Holding, num_places: int) -> None:
-        """Keep the blocks of the first `num_places` places of a load, and release the other blocks."""
-        others = holding.keep_places(num_places)
+    def shorten_load(self, holding: Holding, num_kept_places: int) -> None:
+        """Keep the blocks at the first `num_kept_places` places of each table of a load, and release the other
+        blocks."""
+        others = holding.keep_places(num_kept_places)
         self._kv.release_held_blocks(others)
         self.num_blocks -= len(others)
 

@@ -162,7 +162,7 @@ class Windows:
             count += min(end - first.item(kind.groups.item(0)), limit) * kind.num_groups
         return count
 
-    def num_owed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+    def num_owed_blocks(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """[rows] number of free blocks that each row still needs until its first `num_tokens` tokens are computed."""
         has = self._tables.ends[rows]
         end = np.maximum(-(-num_tokens // self.block_size), has)
@@ -265,8 +265,8 @@ class Windows:
             self._moves_at[rows] = np.where(is_private, due, -1)
 
     def set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
-        """Set `num_slots`, the number of tokens up to which a row need not be examined, of rows that have blocks for
-        `ends` tokens."""
+        """Set `num_slots` of rows that have blocks for `ends` tokens: the number of tokens that a row may have before
+        it is examined."""
         capacity = self._tables.ends[rows] * self.block_size
         slots, full = capacity, ends // self.block_size * self.block_size
         for kind in self.kinds:

@@ -36,7 +36,7 @@ from pointsman.core.state.request import Request
 Int64Array = npt.NDArray[np.int64]
 
 UNIT = 1_000_000
-"""Increase of a counter by a token of weight 1."""
+"""Amount by which a token of weight 1 increases its tenant's counter, if the tenant has weight 1."""
 _INITIAL = 64
 _MIN_KEPT = 64
 """Idle tenants are removed only if there are more tenants than this, and stale heap entries only if there are more of

@@ -69,10 +69,6 @@ class SchedulerView:
         """Set the cached prefix of the checked request, and how many blocks of this prefix other requests hold."""
         self.match, self.num_shared_blocks = match, num_shared_blocks
 
-    def lacks(self, num_missing_blocks: int) -> None:
-        """Set the number of blocks that running rows need beyond the free blocks."""
-        self.num_missing_blocks = num_missing_blocks
-
     # ------------------------------------------------------------------ read by policies
 
     @property

@@ -243,7 +243,7 @@ class StepResult(metaclass=Documented):
     token_ids: IntArray | Sequence[int]
     """Sampled tokens, ragged, in row order; an int32 array is the fastest to check."""
     counts: IntArray | Sequence[int] | None = None
-    """[n] number of tokens of each row; None: one for each row with `samples`, 0 for the other rows. A row with d
+    """[n] number of `token_ids` of each row; None: one for each row with `samples`, 0 for the other rows. A row with d
     drafts has 1 to 1 + d tokens: the drafts that the model accepts, and the token that it samples after these
     drafts."""
     errors: Mapping[int, str] = field(default_factory=dict)

@@ -39,7 +39,7 @@ class Reason(enum.Enum):
     PREFILL_FIRST = "prefill_first"
     """The step is for prompts, and this running request decodes."""
     PARTIAL_PREFILLS = "partial_prefills"
-    """The maximum number of partial prefills runs, and the request would be another one."""
+    """As many partial prefills as allowed are already running, and this request would add one."""
     ENCODER_BUDGET = "encoder_budget"
     """The embeddings that the request needs for its next token exceed the step's encoder budget."""
     ENCODER_CACHE = "encoder_cache"

@@ -404,7 +404,7 @@ class RequestState:
         """Keep only the first `num_output_tokens` output tokens of a request without a row."""
         self._output.truncate(num_output_tokens)
 
-    def continue_with(
+    def replace_prompt(
         self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
     ) -> None:
         """Replace the prompt by a longer one, and clear the output. Only for a request without a row."""

@@ -238,7 +238,7 @@ class Admission:
                     if search is not None and skipped and search.is_bypass_limit_reached(len(admitted)):
                         break
                     if not entry.samples:
-                        num_owed_blocks += self._running.num_owed_of(entry.row)
+                        num_owed_blocks += self._running.num_owed_blocks_of_row(entry.row)
                     if search is not None and skipped and len(queue):
                         popped = [request for request, _ in skipped]
                         if self._bypasses_nothing(search, popped, step, budget, num_running, num_owed_blocks):

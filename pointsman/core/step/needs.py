@@ -67,7 +67,8 @@ class Need(NamedTuple):
 
     shortfall: Shortfall
     serial: int
-    """Serial of the request; the serial changes when the request runs or its prompt is extended."""
+    """The request's serial at the time of the check. If the request's serial has changed since, the need is out of
+    date: the request has run, or its prompt was extended."""
     num_tokens: int
     num_waiting: int
     """Number of queued requests from the checked request on, at the time of the check."""
@@ -101,10 +102,12 @@ class Needs:
         """The remembered needs, keyed by request; `get` checks whether a need is still valid."""
         self._watching: dict[int, dict[int, list[Request]]] = {}  # keyed by the two entries of `watched`
         self._shortfalls: dict[tuple[int, ...], Shortfall] = {}  # keyed by minimum and rungs
-        self._by_asked: dict[tuple[int, tuple[int, ...]], Shortfall] = {}  # keyed by owed blocks and `Shortage.asked`
+        self._by_asked: dict[
+            tuple[int, tuple[int, ...]], Shortfall
+        ] = {}  # keyed by `_num_owed_blocks` and `Shortage.asked`
         self._num_kept = 0
         self._key: tuple[Any, ...] | None = None
-        self._owed = 0
+        self._num_owed_blocks = 0
         self.levels: Levels = (0, 0, 0, 0)
         """Current number of blocks at each level."""
         self.max_num_tokens = MAX_INT
@@ -119,8 +122,8 @@ class Needs:
             self.forget()
 
     def measure(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """Set `levels` to the current numbers of free blocks, open blocks, and both minus owed blocks. Forget needs
-        that may have changed."""
+        """Set `levels` to the current numbers of free blocks, open blocks, and both minus the blocks that partial
+        prefills still need. Forget needs that may have changed."""
         kv, prefix = self._kv, self._kv.prefix
         tree = (prefix.epoch, prefix.num_replacements) if prefix is not None else None
         key = (self._reserves.num_changes, num_running > 0, tree)
@@ -131,14 +134,14 @@ class Needs:
             self._forget_sharers(kv.shared)
             kv.shared.clear()
         self.max_num_tokens = budget if self._needs_whole else MAX_INT
-        self._owed = num_owed_blocks if self._reserves.counts_owed is not None else 0
+        self._num_owed_blocks = num_owed_blocks if self._reserves.counts_owed is not None else 0
         free = kv.pool.num_free
         self.set_free_blocks(free, self._bypass.num_open(free))
 
     def set_free_blocks(self, free: int, num_open: int) -> None:
         """Set `levels` for `free` free blocks, of which requests behind the head may take `num_open`. The number of
-        owed blocks stays the same."""
-        self.levels = (free, num_open, free - self._owed, num_open - self._owed)
+        blocks that partial prefills still need stays the same."""
+        self.levels = (free, num_open, free - self._num_owed_blocks, num_open - self._num_owed_blocks)
 
     # ------------------------------------------------------------------ a request
 
@@ -160,12 +163,12 @@ class Needs:
         reason = shortfall.reason_at(levels)
         if reason is None:
             return None
-        return shortfall.deferral(reason, levels, blocks_queue), shortfall.min_blocks + self._owed
+        return shortfall.deferral(reason, levels, blocks_queue), shortfall.min_blocks + self._num_owed_blocks
 
     def keep(self, request: Request, shortage: Shortage) -> Need | None:
         """Remember that a check found the request short of blocks; returns the need. None: the need cannot be
         predicted, and is not remembered."""
-        state, owed = request._state, self._owed
+        state, owed = request._state, self._num_owed_blocks
         if request.adapter is not None or state.encoder_inputs:  # other gates apply to such a request
             return None
         if state.num_tokens > self.max_num_tokens:
@@ -182,7 +185,7 @@ class Needs:
 
     def _shortfall(self, shortage: Shortage) -> Shortfall:
         """Convert a shortage, which was found with the current `levels`, to a function of the levels."""
-        owed, levels, kept = self._owed, self._levels_of_rungs, shortage.required - shortage.own
+        owed, levels, kept = self._num_owed_blocks, self._levels_of_rungs, shortage.required - shortage.own
         less = (0, kept, owed, kept + owed)
         least, rungs = shortage.own - owed, shortage.rungs
         blocks = [enough - less[level] for level, (enough, _) in zip(levels, rungs, strict=True)]

@@ -125,7 +125,7 @@ class PromptParts:
             tokens.append(part.token_ids)
             length += len(part.token_ids)
             max_tokens = part.max_tokens
-        request._state.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
+        request._state.replace_prompt(np.concatenate(tokens), max_tokens, tuple(inputs))
         why = settle_limits(self._config, self._kv, request)
         if why is not None:
             self._table.finish([End(request, FinishReason.LENGTH, why)], now)

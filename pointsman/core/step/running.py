@@ -165,8 +165,8 @@ class Running:
         """[rows] number of new blocks that each row needs to advance by `want` [rows] tokens."""
         return self._kv.num_blocks_to_grow(self._batch, rows, want)
 
-    def num_owed_of(self, row: int) -> int:
-        """Number of blocks that a row still needs for its known tokens."""
+    def num_owed_blocks_of_row(self, row: int) -> int:
+        """Number of blocks that the row `row` still needs for its known tokens."""
         return self._kv.num_owed_of(self._batch, row)
 
     def num_owed_blocks(self) -> int:
@@ -345,7 +345,7 @@ class Running:
         if not self._drafts.waiting:
             return False
         computed = batch.num_computed_tokens[rows]
-        slots = self._kv.num_slots_with(batch, rows, lacks)
+        slots = self._kv.num_slots_after_growth(batch, rows, lacks)
         lower = want > slots - computed
         want[lower] = (slots - computed)[lower]
         return bool(lower.any())

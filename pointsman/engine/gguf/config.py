@@ -85,8 +85,8 @@ class Architecture:
     model_type: str
     """The family's name in transformers."""
     add: Callable[[GGUFFile, str, Fields], None] | None = None
-    """Function that adds the fields that only this family has to a config.json. Its second argument is the prefix of
-    the family's keys in the metadata."""
+    """Function that adds to a config.json the fields that only this family has. Its second argument is the prefix of
+    the family's keys in the metadata of the GGUF file."""
     adds_one_to_norms: bool = False
     """Whether a GGUF file stores the weights of norms with 1 added."""
     interleaves_rope: bool = False

@@ -41,8 +41,8 @@ from pointsman.engine.kernels.runtime import (
 CHUNK = 128
 """Number of keys of a chunk, unless a block is larger; then a chunk is one block."""
 MAX_PAIR_ROWS = 2
-"""Maximum number of rows (queries times heads) of a tile whose rows are computed in pairs, as in a decode where two
-heads share a KV head."""
+"""Number of rows (queries times heads) up to which a tile is computed by functions for one pair of rows, as in a decode
+where two heads share a KV head."""
 SMALL_BATCH = 8
 """Maximum number of rows (queries times heads) of a tile whose keys are not transposed, because transposing would
 not be faster."""

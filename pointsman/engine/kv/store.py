@@ -127,12 +127,12 @@ class BlockFolder:
             tensors = safetensors.torch.load(data)  # also checks the header
             header: Any = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         except (ValueError, SafetensorError, KeyError) as error:
-            raise BadBlock(f"no safetensors file: {error}") from None
+            raise BadBlock(f"it is no safetensors file: {error}") from None
         layout = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         if layout != self._layout:
-            raise BadBlock("other shapes or types than the pool's")
+            raise BadBlock("its tensors have other shapes or types than the blocks of the KV pool")
         if header.get("__metadata__") != self._metadata(key, tensors):
-            raise BadBlock("another content than its name says, or a wrong checksum")
+            raise BadBlock("its content is not the block that its name says, or its checksum is wrong")
         return tensors
 
     def write(self, key: bytes, block: dict[str, Tensor]) -> int:

@@ -65,7 +65,7 @@ class DeviceTokens:
 
     @property
     def padding_place(self) -> int:
-        """The place for the tokens of padding rows, which no step reads."""
+        """Index of the place to which padding rows write their tokens; no step reads this place."""
         return len(self.tokens) - 1
 
     def has_places(self, places: Int64Array) -> bool:

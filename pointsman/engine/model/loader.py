@@ -263,7 +263,9 @@ def load_with_attention(
             raise ValueError("the model is loaded already; give revision and download_dir to load_model")
         return model, _attention_of(model, attention)
     if not isinstance(attention, str) and not callable(attention):
-        raise ValueError("attention is a backend object, which is for one loaded model; give the LoadedModel as model")
+        raise ValueError(
+            "attention is a backend object, which was made for one loaded model; pass this LoadedModel as model"
+        )
     loaded = load_model(
         model,
         dtype,
@@ -367,7 +369,7 @@ def _read_config(path: Path, gguf: GGUFFile | None) -> Any:
                 f"{file}: transformers does not know the model type {represented(model_type)}{own}"
             ) from error
         raise UnsupportedModel(
-            f"{file}: model type {model_type!r} cannot be configured: {first_line(error)}"
+            f"{file}: transformers rejects the configuration of model type {model_type!r}: {first_line(error)}"
         ) from error
     if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
@@ -519,8 +521,8 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
     if missing or mismatched:
         what = f"lack {len(missing)} tensors" if missing else f"have {len(mismatched)} tensors of another shape"
         raise ModelLoadError(
-            f"{path}: the weights {what}, first {(missing or mismatched)[0]}; copy config.json and weights "
-            "of the same model"
+            f"{path}: the weights {what}, first {(missing or mismatched)[0]}; copy config.json and the "
+            "weights again, both from the same model"
         )
     given.clear()  # otherwise the tensors of a GGUF file would stay in host memory
     return model.to(device)

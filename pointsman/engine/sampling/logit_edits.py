@@ -263,8 +263,8 @@ class LogitEdits:
             finish(self, [])
 
     def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> dict[int, str]:
-        """Complete the unfinished edits, whose missing tokens are known now; returns row of the logits -> error
-        message, for edits that raise."""
+        """Complete the unfinished edits, now that `get_tokens` can return their missing tokens. If edits raise, the
+        result has their error messages, keyed by row of the logits."""
         errors: dict[int, str] = {}
         for edit in self.unfinished:
             token_ids = get_tokens(edit.sources).tolist()

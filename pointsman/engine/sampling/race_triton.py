@@ -543,23 +543,23 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
 
 
 @jit
-def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
-    """The smallest `_ordered_int` of the logits of candidates whose weight is at least `floor`, as int64."""
+def _min_order(source: tl.tuple, min_weight: tl.tensor) -> Any:
+    """The smallest `_ordered_int` of the logits of candidates whose weight is at least `min_weight`, as int64."""
     least = tl.full([LIST_CHUNK], 0x7FFFFFFF, tl.int32)
     start = 0
     while start < source[5]:
         _, x, weights = _candidates(source, start)
-        least = tl.where(weights >= floor, tl.minimum(least, _ordered_int(x)), least)
+        least = tl.where(weights >= min_weight, tl.minimum(least, _ordered_int(x)), least)
         start += LIST_CHUNK
     return tl.min(least, 0).to(tl.int64)
 
 
 @jit
 def _amounts(
-    source: tl.tuple, floor: tl.tensor, lowest: tl.tensor, thresholds: tl.tensor, BY_WEIGHT: tl.constexpr
+    source: tl.tuple, min_weight: tl.tensor, min_order: tl.tensor, thresholds: tl.tensor, BY_WEIGHT: tl.constexpr
 ) -> Any:
-    """[NUM_THRESHOLDS] int64: for each threshold, the amount of the candidates at or above it that `floor` and `lowest`
-    keep.
+    """[NUM_THRESHOLDS] int64: for each threshold, the amount of the candidates at or above it that `min_weight` and
+    `min_order` keep.
 
     BY_WEIGHT: the amount is the sum of the candidates' weights in units of 1 / UNIT, and thresholds apply to the
     weight's bits. Otherwise the amount is the number of candidates, and thresholds apply to the logit's `_ordered_int`.
@@ -569,7 +569,7 @@ def _amounts(
     while start < source[5]:  # Triton's interpreter has no `range` to a number from memory with NumPy 2.4
         _, x, weights = _candidates(source, start)
         orders = _ordered_int(x)
-        kept = (weights >= floor) & (orders >= lowest)
+        kept = (weights >= min_weight) & (orders >= min_order)
         if BY_WEIGHT:
             orders = weights.to(tl.int32, bitcast=True)
             own = tl.where(kept, (weights * UNIT).to(tl.int64), 0)
@@ -583,26 +583,27 @@ def _amounts(
 @jit
 def _find_threshold(
     source: tl.tuple,
-    floor: tl.tensor,
-    lowest: tl.tensor,
+    min_weight: tl.tensor,
+    min_order: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    wanted: tl.tensor,
+    min_amount: tl.tensor,
     BY_WEIGHT: tl.constexpr,
 ) -> Any:
-    """The highest threshold from `low` on at which `_amounts` reaches `wanted`, or a threshold that keeps the same
+    """The highest threshold from `low` on at which `_amounts` reaches `min_amount`, or a threshold that keeps the same
     tokens.
 
-    The result is below `high`, where the amount is too small. If no threshold reaches `wanted`, the result is `low`.
+    The result is below `high`, where the amount is too small. If no threshold reaches `min_amount`, the result is
+    `low`.
     """
     steps = tl.arange(0, NUM_THRESHOLDS)
     while high - low > 1:
         step = (high - low + NUM_THRESHOLDS - 1) // NUM_THRESHOLDS
         thresholds = tl.minimum(low + (steps + 1) * step, high).to(tl.int32)
-        amounts = _amounts(source, floor, lowest, thresholds, BY_WEIGHT)
-        num_reached = tl.sum((amounts >= wanted).to(tl.int32), 0)
+        amounts = _amounts(source, min_weight, min_order, thresholds, BY_WEIGHT)
+        num_reached = tl.sum((amounts >= min_amount).to(tl.int32), 0)
         # If one threshold has exactly the amount, no token is between this threshold and the highest such threshold.
-        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0
+        is_exact = tl.max((amounts == min_amount).to(tl.int32), 0) > 0
         high = tl.minimum(low + (num_reached + 1) * step, high)
         low += num_reached * step
         high = tl.where(is_exact, low + 1, high)

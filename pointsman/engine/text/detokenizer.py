@@ -247,9 +247,9 @@ class TextDecoder:
     def _decode_raw(self, token_ids: list[int]) -> str:
         """The text of all tokens, special tokens included, without cleaning up spaces; raises the exceptions of
         `decode`."""
-        return self._decode_readable(self._decode_with_spaces, token_ids)
+        return self._decode_readable(self._decode_without_cleanup, token_ids)
 
-    def _decode_with_spaces(self, token_ids: list[int]) -> str:
+    def _decode_without_cleanup(self, token_ids: list[int]) -> str:
         text: str
         if self._backend is not None:
             text = self._backend.decode(token_ids, skip_special_tokens=False)

@@ -292,6 +292,7 @@ class KVGroups(KVCache):
 
     @property
     def num_publications(self) -> int:
+        """Number of times that blocks were published: after each time a lookup may find more blocks."""
         return self._num_publications
 
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
@@ -399,15 +400,15 @@ class KVGroups(KVCache):
         return NO_BLOCKS
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """Number of leading tokens up to which an admitted row needs no check for blocks. It is below the capacity of
-        the row's blocks if one of these blocks leaves an attention window earlier: the check then releases that
+        """Number of tokens that an admitted row may have before its blocks must be checked. This is less than the
+        capacity of the blocks if one of them leaves an attention window earlier: the check then releases that
         block."""
         if self.ends is not None:
             return self._admitted
-        return self._num_slots(request.metadata.request_id, 0, self._admitted)
+        return self._num_tokens_before_check(request.metadata.request_id, 0, self._admitted)
 
-    def _num_slots(self, name: str, final: int, end: int) -> int:
-        """Number of leading tokens up to which a row needs no check for blocks, if the row has blocks for `end` tokens
+    def _num_tokens_before_check(self, name: str, final: int, end: int) -> int:
+        """Number of tokens that a row may have before its blocks must be checked. The row has blocks for `end` tokens,
         and its first `final` tokens are final."""
         slots = min(
             [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
@@ -446,7 +447,7 @@ class KVGroups(KVCache):
             if count:
                 needed[index] = count
             else:
-                batch.num_slots[row] = self._num_slots(name, final, end)
+                batch.num_slots[row] = self._num_tokens_before_check(name, final, end)
         return needed
 
     def _num_blocks_for_row(self, batch: Batch, row: int, end: int, *, is_whole: bool) -> int:
@@ -488,7 +489,7 @@ class KVGroups(KVCache):
         if self._states and batch.num_computed_tokens.item(row) < _prefill_end(request):
             batch.num_slots[row] = end
         else:
-            batch.num_slots[row] = self._num_slots(request.metadata.request_id, final, end)
+            batch.num_slots[row] = self._num_tokens_before_check(request.metadata.request_id, final, end)
 
     def _num_final_tokens(self, batch: Batch, row: int) -> int:
         """Number of final tokens of a row before the row's tokens of the current step. A token is final if no step in

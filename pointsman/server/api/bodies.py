@@ -76,15 +76,15 @@ class BodyBudget:
         """The number of bytes that all bodies hold now."""
         return self._limit.total
 
-    def take(self, tenant: str, num_bytes: int, own: int) -> None:
-        """Count `num_bytes` further bytes of one body of a tenant; `own`: number of this body's bytes that are counted
-        already.
+    def take(self, tenant: str, num_bytes: int, num_counted: int) -> None:
+        """Count `num_bytes` further bytes of one body of a tenant; `num_counted`: number of this body's bytes that
+        are already counted.
 
         Raises:
             ApiError: 429, the budget is exhausted; the bytes are not counted.
         """
         try:
-            self._limit.take(tenant, num_bytes, own=own)
+            self._limit.take(tenant, num_bytes, held_for_request=num_counted)
         except ApiError as error:
             assert error.headers is not None
             error.headers = {**error.headers, "connection": "close"}  # otherwise the rest of the body is read

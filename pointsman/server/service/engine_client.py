@@ -384,7 +384,7 @@ class EngineClient:
         self._process.kill()
 
     async def _kill(self) -> None:
-        """Kill the process, and wait until it has exited or cannot be ended."""
+        """Kill the process, and wait until it has exited. The wait ends early if the process cannot be ended."""
         is_ours = self._process.poll() is None and self._death is None
         self._is_stopping = self._is_stopping or is_ours
         if self._transport is not None:
@@ -397,8 +397,8 @@ class EngineClient:
             await self._gone.wait()
 
     async def wait_gone(self) -> None:
-        """Return when the process of a dead engine has exited, so that its memory and GPU are free, or cannot be
-        ended."""
+        """Wait until the process of a dead engine has exited, so that its memory and GPU are free. The wait ends early
+        if the process cannot be ended."""
         await self._gone.wait()
 
     async def _exit_code(self) -> int | None:

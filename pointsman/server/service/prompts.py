@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pointsman.server.wire.protocol import ChatFields
 
 RESERVED_TEMPLATE_NAMES = frozenset({"conversations", "messages", "processor_kwargs"})
-"""Names that chat_template_kwargs may not have, besides the parameters of the tokenizer's `apply_chat_template`."""
+"""Names that chat_template_kwargs may not have. The names of the parameters of the tokenizer's `apply_chat_template`
+are reserved, too."""
 CHARACTERS_PER_TEXT = 64
 """Cost of each text of a conversation in addition to the text's characters: templates process each text."""
 CHARACTERS_PER_TOKEN = 4

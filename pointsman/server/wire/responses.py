@@ -167,7 +167,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All names of the model."""
+    """The response of GET /v1/models: all names of the served model."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

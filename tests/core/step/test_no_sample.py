@@ -85,7 +85,7 @@ def test_a_request_without_samples_reads_and_publishes_prefixes() -> None:
     assert cached_of(output) == {"b": 8, "c": 0} and completed(output) == ["b", "c"]
 
 
-def test_a_request_that_loses_its_row_in_flight_ends_by_that_step() -> None:
+def test_a_request_preempted_in_flight_finishes_with_that_step() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()

@@ -60,7 +60,7 @@ def test_options_that_a_loaded_model_cannot_have_are_refused() -> None:
     loaded = wrap_model(build(FAMILIES["qwen3"]()))
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; choose one of auto, float32, bfloat16"):
         Engine(loaded, kv_cache_dtype="fp8")
-    with pytest.raises(ValueError, match="attention is a backend object, which is for one loaded model"):
+    with pytest.raises(ValueError, match="attention is a backend object, which was made for one loaded model"):
         Engine("demo", attention=loaded.attention)
     for options in ({"device": "cpu"}, {"fuse": False}, {"quantization": "int8"}):
         with pytest.raises(ValueError, match="the model is loaded already"):

@@ -322,7 +322,7 @@ def test_any_value_as_a_schema_passes_or_is_refused(value: Any) -> None:
 
 
 @given(st.text(alphabet='[]^-\\"(){}*+?.|abcsdDSWwxu0127é\n:', max_size=30) | st.text())
-def test_any_text_as_a_pattern_passes_or_is_refused(pattern: str) -> None:
+def test_a_schema_pattern_is_kept_unchanged_or_refused_in_one_line(pattern: str) -> None:
     try:
         prepared = prepare_schema({"type": "string", "pattern": pattern})
     except ValueError as error:

@@ -43,7 +43,7 @@ def touch(*files: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [None, "demo", DEMO_MODEL, str(DEMO_MODEL)])
-def test_demo_and_no_name_are_the_packaged_model(model: str | Path | None) -> None:
+def test_find_model_returns_the_packaged_model_for_demo_and_none(model: str | Path | None) -> None:
     assert find_model(model) == DEMO_MODEL
 
 

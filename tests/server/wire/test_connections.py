@@ -234,7 +234,7 @@ def test_file_limit_is_raised_to_the_system_maximum(soft_limit: Callable[[int], 
     assert raise_file_limit() == num_files
 
 
-def test_the_number_of_connections_leaves_files_for_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_connection_limit_leaves_file_descriptors_for_the_server(caplog: pytest.LogCaptureFixture) -> None:
     assert size_for(None, 20_000) == connections.DEFAULT_CONNECTIONS
     assert size_for(10_000, 20_000) == 10_000
     assert not caplog.records

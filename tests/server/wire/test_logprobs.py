@@ -264,7 +264,7 @@ def test_logprobs_extend_appends_later_positions() -> None:
 
 
 @pytest.mark.parametrize("form", ["completion", "chat", "prompt"])
-def test_many_log_probabilities_are_written_in_short_pieces(form: str) -> None:
+def test_the_json_of_many_log_probabilities_is_written_in_pieces(form: str) -> None:
     """The JSON is the same as if it were written in one piece."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]

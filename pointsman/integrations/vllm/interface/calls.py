@@ -14,14 +14,15 @@ from pointsman.integrations.vllm.interface.sources import Arguments, Class, Modu
 from pointsman.integrations.vllm.interface.uses import Assumption, override_problem
 
 INTERFACE = ("vllm.v1.core.sched.interface", "SchedulerInterface")
-READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
-"""Packages of vLLM's in which every variable named `scheduler` is a scheduler."""
+PACKAGES_WITH_SCHEDULERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
+"""Packages of vLLM whose use of schedulers is checked. In these packages every variable named `scheduler` is a
+scheduler."""
 
 
 def scheduler_assumptions(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Yield vLLM's assumptions about a scheduler, each checked against our class."""
     yield from _check_methods(sources, ours)
-    for package in READERS:
+    for package in PACKAGES_WITH_SCHEDULERS:
         for module in sources.modules_under(package, word="scheduler"):
             yield from _check_uses(module, ours)
 

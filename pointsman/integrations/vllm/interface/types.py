@@ -65,7 +65,7 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """The object that `super()` returns in a method of a class."""
+    """The type of `super()` in a method of the class `kind`; its attributes are those of the base classes of `kind`."""
 
     kind: Class
 
@@ -479,7 +479,7 @@ class Types:
         if name == "getattr" and len(of) >= 2 and isinstance(node.args[1], ast.Constant):
             return join_types([self.attribute_type(of[0], str(node.args[1].value)), *of[2:]])
         if name == "maker" and of:
-            return tuple(_maker(node, each) if isinstance(each, Class) else UNKNOWN for each in of[0])
+            return tuple(_type_of_maker_call(node, each) if isinstance(each, Class) else UNKNOWN for each in of[0])
         if name == "partial" and of:
             names = frozenset(each.arg for each in node.keywords if each.arg is not None)
             return tuple(replace(each, given=names) if isinstance(each, Maker) else UNKNOWN for each in of[0])
@@ -576,8 +576,8 @@ class Types:
         )
 
 
-def _maker(node: ast.Call, kind: Class) -> Maker:
-    """The type of a call of `maker`."""
+def _type_of_maker_call(node: ast.Call, kind: Class) -> Maker:
+    """The type of the function that our function `maker` returns in the call `node`. `kind`: class of the records."""
     lists = {each.arg: getattr(each.value, "elts", []) for each in node.keywords}
     optional, left = (frozenset(_strings(lists.get(name, []))) for name in ("optional", "left"))
     return Maker(kind, tuple(_strings(node.args[1:])), optional, left)
