@@ -130,7 +130,7 @@ TRANSCRIPTS, PYTHON_SESSIONS = (
 )
 SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
-SHORT_DOCUMENTS = {"README.md", "engine.md", "course.md", "scenarios.md", "serving.md"}
+SHORT_DOCUMENTS = {"README.md", "how_it_works/engine.md", "course.md", "scenarios.md", "serving.md"}
 """Documents whose commands and servers the short form runs."""
 
 

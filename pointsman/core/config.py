@@ -135,7 +135,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = 1
     """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With 2 or more, the host
     schedules the next step while it still executes the step before it (vLLM's `async_scheduling`). Try 2 where steps
-    are short and there is a second core: `docs/engine.md#steps-in-flight`."""
+    are short and there is a second core: `docs/guides/steps_in_flight.md`."""
     batching: Annotated[
         Literal["mixed", "prefill-first", "static"],
         Option(_STEPS, "mixed (continuous), or static for comparison"),
@@ -277,7 +277,7 @@ class SchedulerConfig(metaclass=Documented):
     ] = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
     no drafts. If the budget is too small for the drafts of every row, all rows verify fewer drafts. Try 4 to 7 where
-    outputs quote their prompts: `docs/engine.md#speculation`."""
+    outputs quote their prompts: `docs/guides/speculate.md`."""
     draft_table: Annotated[
         tuple[tuple[int, int], ...],
         Option(
