@@ -42,7 +42,7 @@ NUM_BEFORE, NUM_AFTER = 20, 20
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
 """Policies of the router; a server is ended under the last one."""
 DRAIN = ("--drain-delay", "5", "--drain-timeout", "100")
-"""Further options of the servers. The delay is that of docs/scaling.md."""
+"""Further options of the servers. The delay is that of docs/guides/route_requests.md."""
 MIN_HIT_RATE = 0.77
 """Minimum hit rate with the router's policy `cache_aware`, which spreads prefixes less evenly than ours: 0.79 to 0.83
 in six runs."""

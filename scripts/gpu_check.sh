@@ -3,7 +3,7 @@
 #
 #     scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only a,b] [--out FILE.json] [--seconds N]
 #
-# Models have random weights from a seed, so no model is needed. docs/engine.md ("On a GPU") describes the parts.
+# Models have random weights from a seed, so no model is needed. docs/compatibility.md ("GPUs") describes the parts.
 #
 # `pip install 'pointsman[server,sim]'` installs all that is needed. On a machine that has only torch, transformers,
 # numba, typer, rich, safetensors, tokenizers, scipy, uvloop, prometheus_client and pyyaml, put these wheels into a

@@ -1,4 +1,4 @@
-"""Checks the engine on a GPU, in parts; see `docs/engine.md`, "On a GPU".
+"""Checks the engine on a GPU, in parts; see `docs/compatibility.md`, "GPUs".
 
 Exit codes: 0, every part passed; 1, a part failed, was killed at its limit, or was not run for lack of time; 2, an
 option is wrong, or there is no such device. Missed goals are reported and do not change the exit code.

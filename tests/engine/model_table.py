@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, made from the lists that the tests run.
+"""The tables of docs/reference/models.md, made from the lists that the tests run.
 
 `python -m tests.engine.model_table` writes them.
 Each table stands between a pair of comments in the document; the text around them is written by hand.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
 
 def exact_table() -> str:

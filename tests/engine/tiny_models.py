@@ -1,8 +1,8 @@
 """Tiny models with random weights: every family's real code, in milliseconds.
 
 `FAMILIES` are the configurations whose tokens must equal transformers'. `REFUSED` are the configurations that must be
-refused, each with words from its error. The tests are parametrised with these two, and the tables in docs/models.md are
-made from them.
+refused, each with words from its error. The tests are parametrised with these two, and the tables in
+docs/reference/models.md are made from them.
 
 Weights are drawn wide (standard deviation 0.15) and norms, biases and sinks are perturbed, so that attention is far
 from uniform and every feature of a family (a window, a softcap, a bias) changes the outcome. Greedy output must be
@@ -97,7 +97,8 @@ class Family:
 
     model_type: str
     features: str
-    """The special features of the family's attention, for the table in docs/models.md; "": plain rotary attention."""
+    """The special features of the family's attention, for the table in docs/reference/models.md; "": plain rotary
+    attention."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the configuration in addition to `COMMON`."""
     max_model_len: int | None = None
@@ -120,7 +121,7 @@ class Refusal:
     error: str
     """Words that the error must contain."""
     reason: str
-    """Reason of the refusal, for the table in docs/models.md."""
+    """Reason of the refusal, for the table in docs/reference/models.md."""
 
 
 FAMILIES: dict[str, Family] = {

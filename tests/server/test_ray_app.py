@@ -244,7 +244,7 @@ def ups(port: int) -> list[str]:
 
 def test_streams_get_a_finish_reason_when_the_application_is_deleted(running: Cluster) -> None:
     """As documented: requests that take too long end with "abort", all others are complete."""
-    command = re.findall(r"`(python -c .*?)`", SECTION)[0].replace("python", str(running.python), 1)
+    command = re.findall(r"`(python -c .*?)`", PAGE)[0].replace("python", str(running.python), 1)
     where = {**running.environment, "RAY_ADDRESS": running.address}
     with application(running, "model=demo", "num_replicas=2", "drain_timeout=3", *FULL_SIZES) as (port, process):
         wait_for_engines(port, 2)
@@ -290,8 +290,8 @@ def test_no_request_is_lost_with_a_node(ray_python: Path, tmp_path_factory: pyte
 # ------------------------------------------------------------------ what the documentation says
 
 
-SECTION = (ROOT / "docs" / "scaling.md").read_text().partition("## A cluster on Ray\n")[2]
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", SECTION, re.DOTALL)
+PAGE = (ROOT / "docs" / "guides" / "run_on_ray.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 RUN = "serve run "
 
 

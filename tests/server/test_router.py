@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 PORT = r"(?<![\d.])(?:8[0-9]{3}|5[0-9]{3})\b"
 """Pattern of a port in the document's commands."""
 ROOT = Path(__file__).resolve().parents[2]
-SCALING = ROOT / "docs" / "scaling.md"
+ROUTING = ROOT / "docs" / "guides" / "route_requests.md"
 MANIFEST = ROOT / "examples" / "kubernetes" / "pointsman.yaml"
 BODY = {"model": "demo", "prompt": "The import statement", "max_tokens": 4}
 LONG = {**BODY, "max_tokens": 1500, "ignore_eos": True}
@@ -208,8 +208,8 @@ def test_publishing_where_no_router_listens_is_logged() -> None:
 
 
 def scripts() -> list[list[str]]:
-    """The commands of each shell block in docs/scaling.md that starts a router, without comments."""
-    blocks = re.findall(r"```sh\n(.*?)```", SCALING.read_text(), re.DOTALL)
+    """The commands of each shell block in docs/guides/route_requests.md that starts a router, without comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", ROUTING.read_text(), re.DOTALL)
     lines = [block.replace("\\\n", " ").splitlines() for block in blocks if "--worker-urls" in block]
     return [[line for line in block if line and not line.startswith("#")] for block in lines]
 

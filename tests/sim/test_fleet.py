@@ -70,8 +70,8 @@ def test_prefix_affinity_chooses_the_same_replicas_as_the_server() -> None:
 
 @pytest.mark.parametrize("per_step", [4e-4, 2e-3, 1e-2])
 def test_two_simulated_replicas_have_the_hit_rate_of_two_engines(per_step: float) -> None:
-    """Two real engines had 0.82 (docs/scaling.md), whatever a step takes. No cache exceeds `IDEAL_HIT_RATE`. A request
-    that is routed away from its prefix costs twice, because the pools are tight."""
+    """Two real engines had 0.82 (docs/benchmarks.md), whatever a step takes. No cache exceeds `IDEAL_HIT_RATE`. A
+    request that is routed away from its prefix costs twice, because the pools are tight."""
     rate = simulated_hit_rate(2, POOL, 96, step_time=LinearStepTime(per_step=per_step, per_token=5e-5))
     assert 0.80 <= rate <= IDEAL_HIT_RATE + 1e-9
     assert abs(rate - 0.825) <= 0.03

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md list exactly the models that the tests check."""
+"""The tables of docs/reference/models.md list exactly the models that the tests check."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def prompt_of(document: str) -> list[int]:
 
 def test_greedy_tokens_after_long_contexts_equal_transformers() -> None:
     """Prompts are computed in chunks, two requests at a time; in the second run with cache hits."""
-    prompts = [prompt_of("design.md"), prompt_of("engine.md")]
+    prompts = [prompt_of("reference/models.md"), prompt_of("how_it_works/engine.md")]
     engine = Engine(loaded(NAME), max_model_len=LENGTH + 48, num_blocks=1000, max_num_batched_tokens=300)
     assert len(engine.scheduler.config.kv_groups) > 1, "layers with a window keep only the KV of the window"
     seen = Seen()
@@ -47,7 +47,7 @@ def test_greedy_tokens_after_long_contexts_equal_transformers() -> None:
 
 def test_ignoring_the_sliding_window_changes_the_tokens() -> None:
     """The tokens differ if the window is ignored, so the previous test does test windows."""
-    prompt = prompt_of("design.md")
+    prompt = prompt_of("how_it_works/engine.md")
     options: dict[str, Any] = {
         "max_model_len": LENGTH + 48,
         "num_blocks": 1000,
