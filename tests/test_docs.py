@@ -26,9 +26,8 @@ from typing import Any
 import pytest
 from _server_process import ServerProcess
 from _server_process import start_server as start_separate_server
-from typer.main import get_command
 
-from pointsman.cli.app import app
+from pointsman.cli.app import command_named
 from pointsman.cli.options import KNOBS, SERVER
 from pointsman.sim.profile import EngineSettings, load_profile
 from tests.engine.real.weights import weights_of
@@ -374,10 +373,15 @@ def test_the_table_of_knobs_matches_their_declarations() -> None:
         script["with_table"]("# A page without markers\n")
 
 
+def test_the_page_of_the_command_line_is_that_of_the_commands() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "write_command_line.py"))
+    written = (DOCS / "reference" / "command_line.md").read_text(encoding="utf-8")
+    assert written == script["page"](), "run scripts/write_command_line.py"
+
+
 def test_the_configuration_page_lists_every_option_of_serve() -> None:
     page = CONFIGURATION.read_text()
-    commands: Any = get_command(app)
-    options = {option.name: option.opts for option in commands.commands["serve"].params}
+    options = {option.name: option.opts for option in command_named("serve").params}
     for name in KNOBS | SERVER:
         assert any(f"{option}`" in page for option in options[name]), name
 

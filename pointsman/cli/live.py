@@ -1,4 +1,4 @@
-"""`pointsman play --socket`: shows the decisions of a running vLLM in a page on this machine."""
+"""`pointsman live --socket`: shows the decisions of a running vLLM in a page on this machine."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import typer
 
 from pointsman.cli.errors import EXIT_OK, EXIT_TERMINATED, CommandError, log_to_stderr, not_installed
 from pointsman.cli.progress_bar import ProgressBar
+from pointsman.cli.typer_app import plain_typer
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.gguf import is_gguf
 from pointsman.engine.interruption import exit_on_signals
@@ -31,7 +32,7 @@ SECONDS_WITHOUT_DATA = 10.0
 """Seconds without data after which a download with `--optional` gives up."""
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(NAMED)}.")]
 
-app = typer.Typer(help="Small models with a name, for pointsman serve --model NAME.", rich_markup_mode=None)
+app = plain_typer(help="Small models with a name, for pointsman serve --model NAME.")
 
 
 @app.callback(invoke_without_command=True)

@@ -84,7 +84,7 @@ RecordFile = Annotated[
 
 Socket = Annotated[str, typer.Option(metavar="PATH", help="Control socket of the vLLM; its log names it at the start.")]
 AskedRequest = Annotated[
-    str | None, typer.Argument(metavar="[ID]", help="One request, or the requests of one completion.")
+    str | None, typer.Argument(metavar="ID", help="One request, or the requests of one completion.")
 ]
 MaxRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]

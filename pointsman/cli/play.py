@@ -11,29 +11,17 @@ import typer
 
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.film import broken_films, check_output_is_not_input, film_recording, is_film
-from pointsman.cli.live import live_server
-from pointsman.cli.sandbox import open_sandbox
 from pointsman.web.film import Film
-from pointsman.web.local import LocalServer
 from pointsman.web.player import MAX_FILM, page_of, too_large
 
 
 def play(
-    file: Annotated[
-        str | None, typer.Argument(help="A film or a recording; optional with --sandbox and --socket.")
-    ] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A film or a recording.")],
     beside: Annotated[str | None, typer.Argument(help="A second film or recording to compare with.")] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, for two FILE-BESIDE.html.")
     ] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
-    sandbox: Annotated[
-        bool, typer.Option("--sandbox", help="A scheduler to play with, with the requests and settings of FILE.")
-    ] = False,
-    socket: Annotated[
-        str | None, typer.Option(help="Socket of a vLLM with Pointsman's scheduler: show its decisions live.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the sandbox [default: a free one].")] = None,
 ) -> int:
     """Make a page that steps through a run, forward and back, with the reason of every decision.
 
@@ -41,29 +29,7 @@ def play(
     policy B, static and continuous batching.
 
     The page is one self-contained HTML file with the film, so it can be passed on. It has no prompts.
-
-    With --sandbox, it is a page on this machine instead: add requests, change settings, step and undo, and the real
-    scheduler decides. With --socket, it is a page with the decisions of a running vLLM. Both print their address;
-    Ctrl-C ends them.
     """
-    if socket is not None:
-        given = {"FILE": file, "--out": out, "--sandbox": sandbox or None, "--port": port}
-        others = [name for name, value in given.items() if value is not None]
-        if others:
-            raise CommandError(f"--socket shows live decisions, so {others[0]} has no effect; leave one of them out")
-        return _serve_page(live_server(socket), open_page=open_page)
-    if sandbox:
-        if beside is not None:
-            raise CommandError(f"{beside} is a second film, but --sandbox starts from at most one; leave {beside} out")
-        if out is not None:
-            raise CommandError("--out writes a page, and --sandbox serves one; leave one of them out")
-        return _serve_page(open_sandbox(file, port or 0), open_page=open_page)
-    if port is not None:
-        raise CommandError(
-            f"--port is {port}, but has an effect only with --sandbox; add --sandbox, or leave --port out"
-        )
-    if file is None:
-        raise CommandError("there is nothing to play; give a film or a recording, --sandbox, or --socket")
     sources = [Path(name) for name in (file, beside) if name is not None]
     name = "-".join(source.stem for source in sources) + ".html"
     path = sources[0].with_name(name) if out is None else Path(out)
@@ -79,18 +45,6 @@ def play(
     print(path)
     if open_page:
         webbrowser.open(path.resolve().as_uri())
-    return EXIT_OK
-
-
-def _serve_page(server: LocalServer, *, open_page: bool) -> int:
-    """Serve the page until Ctrl-C."""
-    print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
-    if open_page:
-        webbrowser.open(server.url)
-    try:
-        server.serve()
-    except KeyboardInterrupt:
-        print()
     return EXIT_OK
 
 

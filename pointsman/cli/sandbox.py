@@ -1,4 +1,4 @@
-"""`pointsman play --sandbox`: serves a scheduler to play with, in a page on this machine."""
+"""`pointsman sandbox`: serves a scheduler to play with, in a page on this machine."""
 
 from __future__ import annotations
 

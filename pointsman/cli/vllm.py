@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.typer_app import plain_typer
 from pointsman.core import SchedulerStats
 from pointsman.core.observe.explain import in_words, lacking
 from pointsman.core.policy.guard import Replaced
@@ -62,6 +63,18 @@ def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
     """Show the request with the id `name`, or all requests of the completion `name`; None: the oldest requests."""
     with scheduler_connection(socket) as connection:
         answer = connection.ask("explain", id=name, limit=limit)
+    return show_requests(answer, name, limit, as_json=as_json)
+
+
+def show_requests(answer: Mapping[str, Any], name: str | None, limit: int, *, as_json: bool) -> int:
+    """Show the requests of an answer: one in full, several as a table, or as JSON lines.
+
+    Args:
+        answer: "requests", and in "counts" the numbers of running, waiting and parked ones.
+        name: the id that was asked for, if any.
+        limit: maximum number of requests that the answer has if no id was asked for.
+        as_json: whether to print a JSON line for each request.
+    """
     requests = answer["requests"]
     if as_json:
         for request in requests:
@@ -290,7 +303,7 @@ def _escape_label(value: str) -> str:
 
 # ---------------------------------------------------------------------- pointsman vllm check, interface, compare
 
-app = typer.Typer(help="Pointsman as the scheduler of vLLM.", rich_markup_mode=None, no_args_is_help=True)
+app = plain_typer(help="Pointsman as the scheduler of vLLM.", no_args_is_help=True)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""`pointsman play --socket`: the decisions of a running vLLM, in a page on this machine."""
+"""`pointsman live`: the decisions of a running vLLM, in a page on this machine."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_the_live_page_gets_the_film_of_a_running_scheduler(tmp_path: Path) -> N
     ("words", "message"),
     [
         (["--socket", "nowhere"], "there is no socket nowhere"),
-        (["run.film", "--socket", "s"], "--socket shows live decisions, so FILE has no effect"),
-        (["--out", "a.html", "--socket", "s"], "--out has no effect"),
-        ([], "there is nothing to play"),
+        (["--socket", "s", "--url", "http://127.0.0.1:1"], "--url belongs to a pointsman serve; leave one out"),
+        (["--url", "127.0.0.1:1"], "--url is '127.0.0.1:1'; it must begin with http://"),
+        (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 ([Errno 111] Connection refused)"),
     ],
 )
 def test_wrong_live_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["play", *words])
+        main(["live", *words])
     assert ended.value.code
     assert message in " ".join(capsys.readouterr().err.split())

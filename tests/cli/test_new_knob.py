@@ -37,7 +37,13 @@ FIELDS = '''
     """A field without an option."""
 
 '''
-MODULES = ("pointsman.cli.app", "pointsman.cli.simulate", "pointsman.cli.tune", "tests.integrations.vllm_configs")
+MODULES = (
+    "pointsman.cli.engine_commands",
+    "pointsman.cli.simulator_commands",
+    "pointsman.cli.simulate",
+    "pointsman.cli.tune",
+    "tests.integrations.vllm_configs",
+)
 COMMANDS = ("generate", "serve", "simulate", "capacity", "tune")
 
 

@@ -1,4 +1,4 @@
-"""`pointsman play --sandbox`: it serves until Ctrl-C, and refuses wrong options."""
+"""`pointsman sandbox`: it serves until Ctrl-C, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_sandbox_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None
     """The sandbox starts with the requests of a film."""
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 7, "--seed", 1, "--film", film).code == 0
-    command = [sys.executable, "-m", "pointsman", "play", film, "--sandbox"]
+    command = [sys.executable, "-m", "pointsman", "sandbox", film]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -51,16 +51,13 @@ def test_the_sandbox_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None
 
 
 def test_wrong_sandbox_options_are_refused(pointsman: Run, tmp_path: Path) -> None:
-    check_refused(pointsman("play"), "nothing to play", "--sandbox")
-    check_refused(pointsman("play", "run.film", "--port", 8000), "--port is 8000", "--sandbox")
-    check_refused(pointsman("play", "--sandbox", "--out", "x.html"), "--out", "leave one of them out")
-    check_refused(pointsman("play", "a.film", "b.film", "--sandbox"), "b.film", "from at most one")
-    check_refused(pointsman("play", "--sandbox", "--port", 65536), "--port is 65536", "65535")
-    check_refused(pointsman("play", tmp_path / "none.film", "--sandbox"), "none.film")
+    check_refused(pointsman("sandbox", "a.film", "b.film"), "b.film")
+    check_refused(pointsman("sandbox", "--port", 65536), "--port is 65536", "65535")
+    check_refused(pointsman("sandbox", tmp_path / "none.film"), "none.film")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        check_refused(pointsman("play", "--sandbox", "--port", taken.getsockname()[1]), "choose another --port")
+        check_refused(pointsman("sandbox", "--port", taken.getsockname()[1]), "choose another --port")
 
 
 def lines_of(text: str) -> list[str]:

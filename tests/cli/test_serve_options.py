@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from typer.main import get_command
 
-from pointsman.cli.app import app
+from pointsman.cli.app import command_named
 from pointsman.cli.errors import CommandError
 from pointsman.cli.options import KNOBS, SERVER
 from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
@@ -89,9 +88,8 @@ def test_every_setting_of_the_server_is_an_option() -> None:
 
 
 def test_generate_and_serve_have_every_knob() -> None:
-    commands: Any = get_command(app)
     for name in ("generate", "serve"):
-        options = {option.name: option for option in commands.commands[name].params}
+        options = {option.name: option for option in command_named(name).params}
         assert KNOBS.keys() <= options.keys()
         for knob in KNOBS:
             option = "--" + knob.replace("_", "-")

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer
 
-from pointsman.cli.app import app
+from pointsman.cli.app import command_named
 from pointsman.cli.knobs import engine_arguments
 from pointsman.cli.options import KNOBS, given
 from pointsman.cli.progress_bar import ProgressBar
@@ -36,9 +34,7 @@ def served(command: str) -> dict[str, Any]:
     """The engine arguments that `pointsman serve` reads from a command line."""
     program, name, *arguments = shlex.split(command)
     assert (program, name) == ("pointsman", "serve")
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
-    context = group.commands["serve"].make_context("serve", arguments)  # type: ignore[attr-defined]
+    context = command_named("serve").make_context("serve", arguments)
     return engine_arguments({name: value for name, value in given(context.params).items() if name in KNOBS})
 
 

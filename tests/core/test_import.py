@@ -22,6 +22,7 @@ import numpy
 numpy_ends = time.process_time()
 before = set(sys.modules)
 import pointsman
+pointsman.Scheduler
 times_numpy = (time.process_time() - numpy_ends) / (numpy_ends - start)
 print(json.dumps([times_numpy, sorted(set(sys.modules) - before), sorted(sys.modules)]))
 """
@@ -73,7 +74,14 @@ def test_names_of_the_engine_are_listed_and_typed() -> None:
     source = ast.parse(Path(pointsman.__file__).read_text())
     (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     names = {alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert names == ENGINE_NAMES
+    assert names == {*ENGINE_NAMES, *pointsman.__all__} - {"__version__"}
+
+
+def test_the_core_is_imported_on_first_use() -> None:
+    """The command line prints its help without NumPy."""
+    code = "import sys, pointsman; print('numpy' in sys.modules); pointsman.Scheduler; print('numpy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["False", "True"]
 
 
 def test_names_of_the_engine_are_resolved_on_first_use() -> None:

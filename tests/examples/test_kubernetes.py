@@ -14,9 +14,8 @@ import router_env
 import yaml
 from _environment import python_in
 from _router_process import READINESS
-from typer.main import get_command
 
-from pointsman.cli.app import app
+from pointsman.cli.app import command_named
 from pointsman.cli.serve import OPERATOR_KEY_VARIABLE
 from pointsman.server.serve import SECONDS_TO_REPORT
 
@@ -77,8 +76,7 @@ def test_kubernetes_selectors_match_the_labels_and_ports_of_pods(parts: dict[tup
 
 def test_serve_accepts_the_options_and_probes_of_the_manifest(server: dict[str, Any]) -> None:
     (container,) = server["containers"]
-    commands: Any = get_command(app)
-    options = commands.commands["serve"].make_context("serve", list(container["args"])).params
+    options = command_named("serve").make_context("serve", list(container["args"])).params
     assert options["allowed_host"] == ["pointsman-0.pointsman", "pointsman-1.pointsman"]
     assert options["host"] == "0.0.0.0" and options["port"] == container["ports"][0]["containerPort"]
     paths = {kind: probe["httpGet"]["path"] for kind, probe in probes(container)}

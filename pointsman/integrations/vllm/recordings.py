@@ -73,7 +73,7 @@ class Recordings:
         except InvalidTransition as error:
             raise ControlError(
                 f"no recording can begin while vLLM runs: {error}; start vLLM with record in --additional-config, or, "
-                "if vLLM rejects that key, watch the run with pointsman play --socket"
+                "if vLLM rejects that key, watch the run with pointsman live --socket"
             ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ControlError("a recording can only be written to a regular file: a pipe could block the scheduler")

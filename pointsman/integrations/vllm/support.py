@@ -439,7 +439,7 @@ def check_recording(record: str | None) -> None:
                 "record",
                 f"record in --additional-config is {record!r}, but vLLM's manager owns the blocks of this model's "
                 "several KV groups, so decisions cannot be replayed; leave record out, and watch the "
-                "run with pointsman play --socket",
+                "run with pointsman live --socket",
             )
         )
 

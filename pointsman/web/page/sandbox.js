@@ -37,7 +37,7 @@ async function ask(path, body) {
     const sent = body === undefined ? { method: "GET" } : { method: "POST", body: JSON.stringify(body) };
     response = await fetch(path, { ...sent, headers: { Authorization: `Bearer ${token}` } });
   } catch {
-    throw new Error("the sandbox does not answer; start pointsman play --sandbox again, and open the address that it prints");
+    throw new Error("the sandbox does not answer; start pointsman sandbox again, and open the address that it prints");
   }
   const text = await response.text();
   let found = null;

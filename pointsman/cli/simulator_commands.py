@@ -1,0 +1,161 @@
+"""The commands that simulate: `simulate`, `capacity`, `tune`; and `policies`, which lists what they try. Their options
+are in `simulator_options.py`; each calls the file of its name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from pointsman.cli import options
+from pointsman.cli import simulator_options as sim
+from pointsman.cli.errors import EXIT_OK
+from pointsman.cli.typer_app import plain_typer
+
+app = plain_typer()
+
+
+@app.command(cls=options.grouped(sim.SIMULATE_HELP))
+@options.takes(sim.ARRIVING, sim.SIMULATED, sim.SERVED_BY, sim.SCHEDULER, sim.TARGETS)
+def simulate(
+    preset: sim.SimulatedPreset = None,
+    replicas: sim.Replicas = 1,
+    scenario: sim.ScenarioName = None,
+    seeds: sim.Seeds = 1,
+    price_per_hour: sim.PricePerHour = None,
+    as_json: sim.AsJsonObject = False,
+    html: sim.HtmlFile = None,
+    perfetto: sim.PerfettoFile = None,
+    film: sim.FilmFile = None,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Simulate requests on a model and a device: latencies, throughput and load, in seconds.
+
+    The scheduler is the real one, under a virtual clock. Without options a built-in example runs. Ctrl-C prints the
+    report so far.
+    """
+    from pointsman.cli.simulate import run_simulation
+    from pointsman.cli.simulation import names
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    if scenario is not None:
+        from pointsman.cli.scenario import run_scenario
+
+        others = {
+            "preset": preset is not None,
+            "replicas": replicas != 1,
+            "perfetto": perfetto is not None,
+            "film": film is not None,
+        }
+        others["price_per_hour"] = price_per_hour is not None
+        return run_scenario(
+            scenario,
+            options.given(values),
+            seeds=seeds,
+            others=[name for name, is_given in others.items() if is_given],
+            as_json=as_json,
+            html=html,
+        )
+    return run_simulation(
+        options.given(values),
+        preset=preset,
+        replicas=replicas,
+        seeds=seeds,
+        price_per_hour=price_per_hour,
+        as_json=as_json,
+        html=html,
+        perfetto=perfetto,
+        film=film,
+    )
+
+
+@app.command(cls=options.grouped(sim.CAPACITY_HELP))
+@options.takes(sim.ARRIVING, sim.SERVED_BY, sim.SCHEDULER, sim.TARGETS)
+def capacity(
+    replicas: sim.ReplicaRange = "1",
+    share: sim.Share = 0.99,
+    requests_per_second: sim.WantedRate = None,
+    requests: sim.ProbeRequests = None,
+    tolerance: sim.Tolerance = 0.02,
+    preset: sim.SimulatedPreset = None,
+    as_json: sim.AsJsonObject = False,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Find how many requests a second or users a service handles within its targets, or how many replicas it needs.
+
+    Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
+    thinks before the next request, and the number of users is found. Without targets: TTFT within 2 s.
+    """
+    from pointsman.cli.capacity import run_capacity
+    from pointsman.cli.simulation import names
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    return run_capacity(
+        options.given(values),
+        replicas=replicas,
+        share=share,
+        rate=requests_per_second,
+        num_requests=requests,
+        tolerance=tolerance,
+        preset=preset,
+        as_json=as_json,
+    )
+
+
+@app.command(cls=options.grouped(sim.TUNE_HELP))
+@options.takes(sim.TUNED, sim.SERVED_BY, sim.SCHEDULER)
+def tune(
+    replicas: sim.TunedReplicas = "1",
+    trials: sim.Trials = 48,
+    requests: sim.PartRequests = 1000,
+    workers: sim.Workers = None,
+    ray: sim.RayAddress = None,
+    preset: sim.SimulatedPreset = None,
+    as_json: sim.AsJsonObject = False,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Find the scheduler's settings with the highest goodput: requests a second within the targets.
+
+    Settings are chosen on one part of the workload and judged on another, beside the defaults of vLLM. Knobs that are
+    given keep their value, all others are searched. Without targets: TTFT within 2 s.
+    """
+    from pointsman.cli.simulation import names
+    from pointsman.cli.tune import run_tune
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    return run_tune(
+        options.given(values),
+        replicas=replicas,
+        num_trials=trials,
+        num_requests=requests,
+        workers=workers,
+        ray=ray,
+        preset=preset,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def policies(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="KIND", help="order, victim, reserve, limit or eviction [default: all].")
+    ] = None,
+    as_json: sim.AsJsonObject = False,
+) -> int:
+    """List the policies of the scheduler, with their parameters.
+
+    Policies of installed packages are included.
+    """
+    from pointsman.cli.policies import run_policies
+
+    return run_policies(kind, as_json=as_json)
