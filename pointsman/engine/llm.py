@@ -133,7 +133,7 @@ class LLM:
             One output per prompt, in the order of the prompts; the vector is `output.outputs.embedding`.
 
         Raises:
-            The exceptions of `generate`; RuntimeError: also if the model returns a vector that is not finite.
+            RuntimeError: the model returns a vector that is not finite. Other exceptions as for `generate`.
         """
         params: Any = PoolingParams(pooling, normalize)
         return [EmbeddingRequestOutput.of(output) for output in self.generate(prompts, params, use_tqdm)]

@@ -193,8 +193,8 @@ class AsyncEngine:
             ttft_target: target for the time to the vector; otherwise as for `generate`.
 
         Raises:
-            The exceptions of the first read of a stream; RuntimeError: the request finished without a vector, with the
-                reason.
+            RuntimeError: the request finished without a vector; the message has the reason. Other exceptions as for the
+                first read of a stream.
         """
         pooling = params or PoolingParams()
         stream = self.generate(
@@ -255,11 +255,10 @@ class AsyncEngine:
 
     async def call(self, function: Callable[[Engine], Answer]) -> Answer:
         """Call `function(engine)` between two steps in the engine's thread, and return its result. The function should
-        be quick, because every request waits for it.
+        be quick, because every request waits for it. Its exceptions are raised here.
 
         Raises:
             EngineDeadError: the engine has died or been shut down.
-            The exceptions of `function`.
         """
         return await self._call(function)
 
@@ -303,7 +302,7 @@ class AsyncEngine:
 
         Raises:
             ValueError: there is no such mode.
-            ResumedError: the engine was resumed before the pause was complete.
+            RuntimeError: the engine was resumed before the pause was complete.
             EngineDeadError: the engine has died or been shut down.
         """
         paused = await self._call(lambda engine: engine.pause(mode, clear_cache=clear_cache))
