@@ -6,6 +6,7 @@ from a folder without a server; a broken link or an unresolved name is an error.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -27,6 +28,7 @@ myst_heading_anchors = 4
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 
 nitpicky = True
 nitpick_ignore_regex = [  # types in signatures; a build without a network has no inventories of other projects
