@@ -23,7 +23,7 @@ from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED, CommandError, log_to_stderr, not_installed
-from pointsman.cli.film import film
+from pointsman.cli.film import check_is_recording, film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
 from pointsman.cli.learn import learn
@@ -145,7 +145,6 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise not_installed("serve", error, "server") from None
-    logging.getLogger("pointsman").info("loading the model %s", one_line(settings.engine["model"]))
     try:
         return run(settings.engine, settings.server, **settings.options)
     except ValueError as error:  # the model, the address, or a knob that depends on the model
@@ -247,6 +246,8 @@ def capacity(
 
     Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
     thinks before the next request, and the number of users is found. Without targets: TTFT within 2 s.
+
+    Exit code 0: found; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """
     from pointsman.cli.capacity import run_capacity
     from pointsman.cli.simulation import names
@@ -283,6 +284,8 @@ def tune(
 
     Settings are chosen on one part of the workload and judged on another, beside the defaults of vLLM. Knobs that are
     given keep their value, all others are searched. Without targets: TTFT within 2 s.
+
+    Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """
     from pointsman.cli.simulation import names
     from pointsman.cli.tune import run_tune
@@ -328,6 +331,7 @@ def replay(
     """
     try:
         with BufferedReader(open_input(file)) as opened:
+            check_is_recording(file, opened.peek(), takes_films=False)
             report = core_replay(read_text_lines(opened))
     except OSError as error:
         raise CommandError(f"cannot read the recording {file}: {error.strerror}") from None
