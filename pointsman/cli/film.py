@@ -110,7 +110,7 @@ def check_is_recording(name: str | Path, head: bytes, *, takes_films: bool) -> N
     kind = kind_of_other_file(head)
     remedy = "a film or a recording" if takes_films else "the recording, as pointsman generate --record writes it"
     if kind == "a film":
-        raise CommandError(f"{name} is a film, which has no prompts to replay; give the recording that it was made from")
+        raise CommandError(f"{name} is a film, which cannot be replayed; give the recording that it was made from")
     if kind == "a page":
         raise CommandError(f"{name} is a page (HTML), neither a film nor a recording; give {remedy}")
     if kind:

@@ -17,7 +17,11 @@ PAGE = "pointsman-course.html"
 def learn(
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", help=f"The page, or a folder for its index.html; a missing folder is made; by default {PAGE}."),
+        typer.Option(
+            "--out",
+            "-o",
+            help=f"The page, or a folder for its index.html; a missing folder is made; by default {PAGE}.",
+        ),
     ] = None,
     open_page: Annotated[
         bool | None, typer.Option("--open/--no-open", help="Open it in a browser; by default, unless --out is given.")

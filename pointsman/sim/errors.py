@@ -7,7 +7,6 @@ from difflib import get_close_matches
 
 from pointsman.core.errors import PointsmanError
 
-
 MAX_LISTED = 20
 """Maximum number of names that an error lists."""
 

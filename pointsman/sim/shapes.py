@@ -40,9 +40,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     if text.lower() in _BY_KEY:
         return _BY_KEY[text.lower()]
     known = [*SHAPES, *_SAME_SHAPE]
-    raise UnknownName.nearest_to(
-        text, "model", known if "/" in text else [name.partition("/")[2] for name in known]
-    )
+    raise UnknownName.nearest_to(text, "model", known if "/" in text else [name.partition("/")[2] for name in known])
 
 
 # ---------------------------------------------------------------------- the Hugging Face cache

@@ -134,9 +134,9 @@ def _is_other_guidellm(begin: str) -> bool:
     if first_line in ("args:", "benchmarks:", "metadata:") or first_line.startswith("type_: generative_benchmark"):
         return True
     names = [name.strip(' "') for name in first_line.split(",")]
-    return len(names) > 2 and (names[0] == "run info" or {"run id", "benchmark id"} <= set(names) or (
-        {"type", "run id"} <= set(names)
-    ))
+    return len(names) > 2 and (
+        names[0] == "run info" or {"run id", "benchmark id"} <= set(names) or ({"type", "run id"} <= set(names))
+    )
 
 
 def _recognise_format(head: bytes, timed: bool) -> Reader:
