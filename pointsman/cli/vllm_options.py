@@ -185,7 +185,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "runner convert pooler-config max-lora-cls-labels io-processor-plugin",
-        "makes vLLM pool or classify; here every model generates, and /v1/embeddings pools its last hidden state: "
+        "makes vLLM pool or classify; here every model generates, and /v1/embeddings pools its hidden states: "
         "leave it out",
     ),
     (
@@ -210,8 +210,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "safetensors-load-strategy safetensors-prefetch-num-threads safetensors-prefetch-block-size use-tqdm-on-load "
         "pt-load-map-location max-parallel-loading-workers",
-        "changes how fast vLLM reads weights, or what it shows meanwhile; here weights are read once, one file after "
-        "the other",
+        "changes how fast vLLM reads weights, or what it shows meanwhile; here there is one way of reading them",
     ),
     (
         "enable-lora lora-modules max-loras max-lora-rank lora-dtype enable-tower-connector-lora max-cpu-loras "
@@ -223,8 +222,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb "
         "mm-processor-cache-type mm-hasher-algorithm mm-shm-cache-max-object-size-mb mm-encoder-only "
-        "mm-encoder-tp-mode mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-path "
-        "mm-encoder-fp8-scale-save-margin interleave-mm-strings skip-mm-profiling video-pruning-rate "
+        "mm-encoder-tp-mode mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path "
+        "mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings skip-mm-profiling video-pruning-rate "
         "video-pruning-method mm-tensor-ipc mm-processor-device mm-ipc-gpu-memory-gb mm-device-do-normalize "
         "disable-chunked-mm-input allowed-local-media-path allowed-media-domains trust-request-mm-kwargs "
         "ec-transfer-config ec-manager-config",
@@ -465,7 +464,7 @@ EXPLAINED: Mapping[str, str] = MappingProxyType({name: text for names, text in _
 
 HARMLESS = _names(
     """
-    aggregate-engine-logging api-server-count cohere-is-reasoning-model compilation-config cudagraph-capture-sizes
+    aggregate-engine-logging api-server-count compilation-config cudagraph-capture-sizes
     disable-access-log-for-endpoints disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce
     disable-fastapi-docs disable-uvicorn-access-log distributed-executor-backend enable-flashinfer-autotune
     enable-log-deltas enable-prompt-tokens-details enable-request-id-headers fail-on-environ-validation jit-monitor-mode
@@ -478,8 +477,8 @@ HARMLESS = _names(
     show-hidden-metrics-for-version skip-mm-profiling swa-bounded-replay use-tqdm-on-load uvicorn-log-level
     """
 )
-"""Options that can change no output, because they set the speed, the limits or the log of parts that only vLLM has, or switch on
-what this server does anyway. They are accepted with a warning."""
+"""Options that can change no output, because they set the speed, the limits or the log of parts that only vLLM has, or
+switch on what this server does anyway. They are accepted with a warning."""
 
 ALREADY: Mapping[str, frozenset[str]] = MappingProxyType(
     {
