@@ -30,6 +30,8 @@ from pointsman.web.words import counted
 
 MAX_ROWS = 40
 """Maximum number of requests in a table."""
+HEAD = 64
+"""Number of bytes by which a file is recognised."""
 MAX_REASONS = 3
 """Maximum number of reasons of one wait in a table."""
 
@@ -135,6 +137,9 @@ def read_film(path: Path) -> Film:
 def check_output_is_not_input(source: Path, out: Path) -> None:
     """Check the output's path. Raises CommandError if the output would replace the input."""
     if out.exists() and out.samefile(source):
+        if not is_film(source):
+            with open_regular(source) as opened:
+                check_is_recording(source, opened.read(HEAD), takes_films=True)
         raise CommandError(f"{out} is the input file; give --out another name")
 
 

@@ -223,8 +223,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb "
         "mm-processor-cache-type mm-hasher-algorithm mm-shm-cache-max-object-size-mb mm-encoder-only "
         "mm-encoder-tp-mode mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path "
-        "mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings skip-mm-profiling video-pruning-rate "
-        "video-pruning-method mm-tensor-ipc mm-processor-device mm-ipc-gpu-memory-gb mm-device-do-normalize "
+        "mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings skip-mm-profiling "
+        "video-pruning-rate video-pruning-method mm-tensor-ipc mm-processor-device mm-ipc-gpu-memory-gb mm-device-do-normalize "
         "disable-chunked-mm-input allowed-local-media-path allowed-media-domains trust-request-mm-kwargs "
         "ec-transfer-config ec-manager-config",
         "is for images, audio and video, which only vLLM takes; here requests are text: leave it out, or run vLLM with "
@@ -511,7 +511,7 @@ _FLAGS = _names(
 )
 """Flags of `EXPLAINED` and `RENAMED`; besides these, all names with enable- or disable- but for `_NOT_FLAGS`."""
 _NOT_FLAGS = frozenset({"disable-access-log-for-endpoints"})
-_MANY = _names(
+MANY = _names(
     """
     allowed-media-domains api-key collect-detailed-traces cpu-offload-params cudagraph-capture-sizes ignore-patterns
     kv-cache-dtype-skip-layers logits-processors lora-modules lora-target-modules numa-bind-cpus numa-bind-nodes
@@ -636,14 +636,14 @@ class _Translation:
             yield option if value is None else f"{option}={value}"
             return
         values = [self._next() if value is None else value]
-        while value is None and name in _MANY and self._has_value():
+        while value is None and name in MANY and self._has_value():
             values.append(self._next())
         for each in values:
             if each is None:
                 yield option  # Typer reports the missing value
                 return
             each = _whole(each) if name in _WHOLE else _DTYPES.get(each, each) if name == "dtype" else each
-            if name not in _MANY:
+            if name not in MANY:
                 self._check_once(option, name, each, is_renamed=False)
             yield from (option, each)
 
@@ -666,7 +666,7 @@ class _Translation:
     def _explain(self, option: str, name: str, is_on: bool, value: str | None) -> None:
         values = [value] if value is not None else []
         if not values and not is_flag(name):
-            while self._has_value() and (not values or name in _MANY):
+            while self._has_value() and (not values or name in MANY):
                 values += [self._arguments[self._place]]
                 self._place += 1
         if name in ALREADY and values and set(values) <= ALREADY[name]:

@@ -64,7 +64,7 @@ def test_each_explanation_is_one_line_that_names_existing_options() -> None:
     own = own_options()
     for name, text in EXPLAINED.items():
         assert "\n" not in text and not text.endswith("."), name
-        for word in text.replace(",", " ").replace(":", " ").replace("(", " ").split():
+        for word in text.replace(",", " ").replace(":", " ").replace("(", " ").replace(";", " ").split():
             if word.startswith("--"):
                 assert word in own, f"{name}: {word}"
 

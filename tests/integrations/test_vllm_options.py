@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.cli.vllm_options import _MANY, EXPLAINED, RENAMED, SAME, find, is_flag
+from pointsman.cli.vllm_options import EXPLAINED, MANY, RENAMED, SAME, find, is_flag
 from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
@@ -20,4 +20,4 @@ def test_each_option_of_vllm_serve_is_in_a_table() -> None:
         assert name in SAME or name in RENAMED or name in EXPLAINED
         if name not in SAME:
             assert is_flag(name) == (num_values == 0), names
-        assert (num_values in ("+", "*")) <= (name in _MANY), names
+        assert (num_values in ("+", "*")) <= (name in MANY), names
