@@ -225,8 +225,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "mm-encoder-tp-mode mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path "
         "mm-encoder-fp8-scale-save-path mm-encoder-fp8-scale-save-margin interleave-mm-strings skip-mm-profiling "
         "video-pruning-rate video-pruning-method mm-tensor-ipc mm-processor-device mm-ipc-gpu-memory-gb "
-        "mm-device-do-normalize disable-chunked-mm-input allowed-local-media-path allowed-media-domains trust-request-mm-kwargs "
-        "ec-transfer-config ec-manager-config",
+        "mm-device-do-normalize disable-chunked-mm-input allowed-local-media-path allowed-media-domains "
+        "trust-request-mm-kwargs ec-transfer-config ec-manager-config",
         "is for images, audio and video, which only vLLM takes; here requests are text: leave it out, or run vLLM with "
         "this scheduler (docs/vllm.md)",
     ),
