@@ -599,11 +599,11 @@ class _Translation:
         if re.fullmatch(r"-O[0-9]", option):
             option, given = "-O", option[2:]
         name = option.lstrip("-")
-        own = f"--{name.replace('_', '-')}"
-        if (option in self._takes_value or own in self._takes_value) and option != "-h":
-            yield from self._own(option if option in self._takes_value else own, given)
-            return
         is_short = not option.startswith("--")
+        own = option if is_short else f"--{name.replace('_', '-')}"
+        if own in self._takes_value:
+            yield from self._own(own, given)
+            return
         found = find(name) if not is_short or name.partition(".")[0] in SHORT else None
         if found is None:
             yield text
