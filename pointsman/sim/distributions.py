@@ -249,6 +249,8 @@ _VALUES = {
     "size": "a number of requests",
 }
 """The values of the forms in words, by the name of their field."""
+_PARTS = {"values": "one or more numbers", "mix": "distributions with probabilities"}
+"""What forms without fixed values need."""
 _LENGTH_EXAMPLES = {
     "constant": "constant:512",
     "uniform": "uniform:100,200",
@@ -308,7 +310,7 @@ def _parse_named(
         raise WorkloadError(f"{text!r}: unknown form {name!r}; {question}known forms are {', '.join(examples)}")
     names = [each.name for each in fields(known_forms[name])] if name in known_forms else []  # type: ignore[arg-type]
     if not values_text.strip():
-        needed = " and ".join(_VALUES[each] for each in names) or "values"
+        needed = " and ".join(_VALUES[each] for each in names) or _PARTS[name]
         raise WorkloadError(f"{text!r}: {name} needs {needed}, like {examples[name]}")
     make = known_forms[name]
     values = [_parse_number(value, text, examples[name]) for value in values_text.split(",")]

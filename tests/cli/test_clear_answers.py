@@ -46,8 +46,8 @@ def test_a_time_without_a_unit_is_refused(pointsman: Run, args: tuple[str, str])
         (["--arrivals", "4"], ["'4' names no arrival process", "poisson:4 or constant:4"]),
         (["--arrivals", "poisson:x"], ["'x' is not a number", "like poisson:4"]),
         (["--prompt-tokens", "lognormal"], ["a median and a standard deviation", "like lognormal:150,0.8"]),
-        (["--prompt-tokens", "values:"], ["values needs values, like values:10,20,500"]),
-        (["--prompt-tokens", "mix"], ["mix needs values, like mix:0.7*"]),
+        (["--prompt-tokens", "values:"], ["values needs one or more numbers, like values:10,20,500"]),
+        (["--prompt-tokens", "mix"], ["mix needs distributions with probabilities, like mix:0.7*"]),
     ],
 )
 def test_a_distribution_without_its_values_names_what_it_needs(
