@@ -22,8 +22,8 @@ def page() -> str:
         "<!-- Written by scripts/write_command_line.py: change the commands instead. -->\n",
         "# Command line\n",
         "Each command prints this text with `--help`. Exit codes: 0 success; 1 the command failed; 2 an option or\n"
-        "a file is wrong; 3 there is no answer within the targets; 130 interrupted; 143 ended by SIGTERM while a model\n"
-        "loads.\n",
+        "a file is wrong; 3 there is no answer within the targets; 130 interrupted; 143 ended by SIGTERM while a\n"
+        "model loads.\n",
         "`pointsman --install-completion` installs completion for bash, zsh or fish.\n",
     ]
     for title, commands in COMMANDS.items():

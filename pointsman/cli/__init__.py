@@ -13,8 +13,9 @@ Begin at `app.py`, which has the commands; `options.py` has the commands' option
     explain, metrics, record, vllm check, vllm interface     `vllm.py`
     film, play, plot, learn, models    the files of these names
 
-Exit codes: 0 success; 1 a replay differs, a step failed or the engine died; 2 bad input; 130 interrupted; 143 ended by
-SIGTERM while a model is loaded or downloaded.
+Exit codes: 0 success; 1 a replay differs, a step failed or the engine died; 2 bad input; 3 nothing meets the targets of
+`capacity` or `tune`, or `vllm check` cannot decide; 130 interrupted; 143 ended by SIGTERM while a model is loaded or
+downloaded.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
@@ -51,7 +51,7 @@ def run_capacity(
     """Search for the capacity; print each probe and the result.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, which prints the bracket so far.
+        The exit code: 0, 3 if nothing meets the targets, or 130 after Ctrl-C, which prints the bracket so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
@@ -117,7 +117,9 @@ def run_capacity(
         print()
         for line in answer:
             search.console.print(Text(line, style="bold" if line == answer[0] else ""))
-    return EXIT_OK if is_complete else EXIT_INTERRUPTED
+    if not is_complete:
+        return EXIT_INTERRUPTED
+    return EXIT_NOTHING if found.meets is None else EXIT_OK
 
 
 def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin
 from pointsman.cli.errors import CommandError
 from pointsman.cli.options import SIZES
 from pointsman.cli.scheduler_options import NUMBERS_OR_WORDS
+from pointsman.cli.vllm_options import explanation
 from pointsman.files import MAX_WRITTEN, read_input, represented, shown
 
 KINDS = {
@@ -110,6 +111,8 @@ def _check_entries(
         name = str(key).replace("-", "_")
         if name in SECRETS:
             raise CommandError(f"{place}: {key} is a secret; use {SECRETS[name]}")
+        if name not in options and (why := explanation(name)) is not None:
+            raise CommandError(f"{place}: {represented(key)} is an option of vllm serve. {why}")
         if name not in options:
             raise CommandError(
                 f"{place}: {represented(key)} is not an option{_nearest_option_hint(name[:80], options)}"

@@ -47,7 +47,8 @@ DEMO_POOL = {"num_blocks": 40, "block_size": 16, "max_model_len": 640}
 @app.command(cls=options.grouped(options.GENERATE_HELP))
 @options.takes(options.KNOBS)
 def generate(
-    model: options.Model = "demo",
+    model_argument: options.ModelArgument = None,
+    model: options.Model = None,
     prompt: options.PromptTexts = None,
     prompts: options.PromptFile = None,
     trace: options.TraceFile = None,
@@ -69,6 +70,7 @@ def generate(
 
     Without options the demo model continues built-in prompts, in a pool so small that requests wait and are preempted.
     """
+    model = options.one_model(model_argument, model)
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=ignore_eos, stop=stop or ()
     )
@@ -82,24 +84,31 @@ def generate(
     workload = _choose_workload(prompt, prompts, trace, speed, limit, seed, sampling)
     _warn_about_ignored_priorities(workload, knobs["order"])
     with _open_recorder(record) as recorder:
-        engine = _load_engine(model=model, seed=seed, recorder=recorder, **arguments)
+        engine = _load_engine(model="demo" if model is None else model, seed=seed, recorder=recorder, **arguments)
         display = choose_display(as_json=as_json, texts=not workload.is_trace)
         return run_workload(engine, workload, display)
 
 
-@app.command(cls=options.grouped(options.SERVE_HELP))
+@app.command(cls=options.grouped(options.SERVE_HELP, takes_vllm_options=True))
 @options.takes(options.SERVER, options.KNOBS)
-def serve(config: options.ConfigFile = None, preset: options.Preset = None, **values: Any) -> int:
+def serve(
+    model_argument: options.ModelArgument = None,
+    config: options.ConfigFile = None,
+    preset: options.Preset = None,
+    **values: Any,
+) -> int:
     """Serve a model over HTTP with OpenAI's API.
 
     Without options it serves smollm2 if that is installed (see pointsman models), otherwise the demo model, at
-    http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running requests finish.
+    http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running requests finish. Options of vllm serve are
+    understood too; one that has no meaning here is answered with what does the same.
 
     Exit code 0: stopped by a signal; 1: the engine died, restart it; 2: an option, a file or the model is wrong.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
     log_to_stderr()
+    values["model"] = options.one_model(model_argument, values["model"])
     settings = serve_settings({"preset": preset, **values}, config, os.environ, _default_model)
     wait_briefly()
     try:
@@ -108,7 +117,6 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise not_installed("serve", error, "server") from None
-    logging.getLogger("pointsman").info("loading the model %s", one_line(settings.engine["model"]))
     try:
         return run(settings.engine, settings.server, **settings.options)
     except ValueError as error:  # the model, the address, or a knob that depends on the model

@@ -9,6 +9,8 @@ from pathlib import Path
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_NOTHING = 3
+"""The search ended, and no load or setting meets the targets."""
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 

@@ -22,6 +22,7 @@ from pointsman.core import ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.core.observe.side_file import SideFile
+from pointsman.core.recording import kind_of_other_file
 from pointsman.files import open_regular, read_text_lines
 from pointsman.web.film import Film
 from pointsman.web.story import Teller, life_of, lives_of, meaning_of, preemptions_of
@@ -29,6 +30,8 @@ from pointsman.web.words import counted
 
 MAX_ROWS = 40
 """Maximum number of requests in a table."""
+HEAD = 64
+"""Number of bytes by which a file is recognised."""
 MAX_REASONS = 3
 """Maximum number of reasons for waiting that a table lists for one request."""
 
@@ -97,6 +100,25 @@ def is_film(path: Path) -> bool:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
 
 
+def check_is_recording(name: str | Path, head: bytes, *, takes_films: bool) -> None:
+    """Refuse a file that is certainly no recording, by its first bytes.
+
+    Args:
+        takes_films: whether the command takes films too.
+
+    Raises:
+        CommandError: the file is a film, a page, or something else than a recording.
+    """
+    kind = kind_of_other_file(head)
+    remedy = "a film or a recording" if takes_films else "the recording, as pointsman generate --record writes it"
+    if kind == "a film":
+        raise CommandError(f"{name} is a film, which cannot be replayed; give the recording that it was made from")
+    if kind == "a page":
+        raise CommandError(f"{name} is a page (HTML), neither a film nor a recording; give {remedy}")
+    if kind:
+        raise CommandError(f"{name} is {kind}: a recording begins with a line of JSON; give {remedy}")
+
+
 @contextmanager
 def broken_films(path: Path) -> Iterator[None]:
     """Context that raises CommandError if a film contradicts itself."""
@@ -115,6 +137,9 @@ def read_film(path: Path) -> Film:
 def check_output_is_not_input(source: Path, out: Path) -> None:
     """Check the output's path. Raises CommandError if the output would replace the input."""
     if out.exists() and out.samefile(source):
+        if not is_film(source):
+            with open_regular(source) as opened:
+                check_is_recording(source, opened.read(HEAD), takes_films=True)
         raise CommandError(f"{out} is the input file; give --out another name")
 
 
@@ -131,6 +156,7 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
             f"of {recording.name} replayed", math.ceil(megabytes), noun="MB", figure="{task.fields[now]:,.0f} lines"
         )
         with BufferedReader(open_regular(recording)) as opened, bar:
+            check_is_recording(recording, opened.peek(), takes_films=True)
             replay(_lines_with_progress(opened, bar), lambda scheduler: scheduler.start_film(recorder))
         recorder.close()
     except (ReplayDifference, ValueError, OverflowError) as error:  # OverflowError: a number beyond 64 bits

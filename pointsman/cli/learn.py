@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,11 @@ PAGE = "pointsman-course.html"
 def learn(
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", help=f"The page, or a folder for its index.html; by default {PAGE}."),
+        typer.Option(
+            "--out",
+            "-o",
+            help=f"The page, or a folder for its index.html; a missing folder is made; by default {PAGE}.",
+        ),
     ] = None,
     open_page: Annotated[
         bool | None, typer.Option("--open/--no-open", help="Open it in a browser; by default, unless --out is given.")
@@ -33,7 +38,10 @@ def learn(
     if out is not None and (path.is_dir() or out.endswith("/")):
         path = path / "index.html"
     try:
+        is_new = not path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
+        if is_new:
+            print(f"pointsman: made the folder {path.parent}", file=sys.stderr)
         path.write_text(course_page(perform_all()), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None

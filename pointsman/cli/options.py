@@ -17,7 +17,9 @@ from typing import Annotated, Any, TypeVar, get_args
 import typer
 from typer.core import TyperCommand
 
+from pointsman.cli.errors import CommandError
 from pointsman.cli.scheduler_options import knobs_of_panel, served_options
+from pointsman.cli.vllm_options import translate
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.sources.named import NAMED
 
@@ -29,7 +31,8 @@ MODEL_FORMS = (
     "Directory of a Hugging Face model, GGUF file, name of a small model (pointsman models lists them: demo, "
     f"{', '.join(NAMED)}), or OWNER/NAME on a hub"
 )
-Model = Annotated[str, typer.Option(help=f"{MODEL_FORMS}.")]
+Model = Annotated[str | None, typer.Option(help=f"{MODEL_FORMS} [default: demo].")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as --model.")]
 PromptTexts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")
 ]
@@ -484,6 +487,7 @@ ENGINE_PANELS: Panels = {
 
 GENERATE_HELP: Panels = {
     "Main options": (
+        "model_argument",
         "model",
         "prompt",
         "prompts",
@@ -502,6 +506,7 @@ GENERATE_HELP: Panels = {
 
 SERVE_HELP: Panels = {
     "Main options": (
+        "model_argument",
         "config",
         "model",
         "host",
@@ -553,10 +558,20 @@ SERVE_HELP: Panels = {
 }
 
 
-def grouped(panels: Panels) -> type[TyperCommand]:
-    """The class of a command whose help page has these panels."""
+def grouped(panels: Panels, *, takes_vllm_options: bool = False) -> type[TyperCommand]:
+    """The class of a command whose help page has these panels.
+
+    Args:
+        takes_vllm_options: whether options of `vllm serve` are understood too.
+    """
 
     class Grouped(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            if takes_vllm_options and not ctx.resilient_parsing:
+                params = [(param, name) for param in self.get_params(ctx) for name in param.opts + param.secondary_opts]
+                args = translate(args, {name: not getattr(param, "is_flag", False) for param, name in params})
+            return super().parse_args(ctx, args)
+
         def format_options(self, ctx: Any, formatter: Any) -> None:
             records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
             for title, names in panels.items():
@@ -591,6 +606,17 @@ def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
         return command
 
     return decorate
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """The model that an argument or --model names; None: neither was given.
+
+    Raises:
+        CommandError: the two name different models.
+    """
+    if argument is not None and option is not None and argument != option:
+        raise CommandError(f"the model is {argument} and --model is {option}; give one of them")
+    return option if argument is None else argument
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:

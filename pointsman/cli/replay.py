@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.film import check_is_recording
 from pointsman.core import ReplayDifference
 from pointsman.core import replay as core_replay
 from pointsman.files import open_input, read_text_lines, represented
@@ -22,6 +23,7 @@ def replay(
     """
     try:
         with BufferedReader(open_input(file)) as opened:
+            check_is_recording(file, opened.peek(), takes_films=False)
             report = core_replay(read_text_lines(opened))
     except OSError as error:
         raise CommandError(f"cannot read the recording {file}: {error.strerror}") from None

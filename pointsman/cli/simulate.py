@@ -19,11 +19,13 @@ from pointsman.cli.simulation import Arriving, Service, seconds, service_of_opti
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.side_file import SideFile
 from pointsman.sim.report import Report, combine, figures
+from pointsman.sim.report.overload import overload_text
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
 from pointsman.sim.report.summary import NUM_BOOTSTRAP
 from pointsman.sim.report.table import print_report
 from pointsman.sim.simulator import Outcome, simulate
+from pointsman.sim.workload import OpenLoop
 
 MAX_NAMED = 3
 """Maximum number of refused requests that are printed with the reason."""
@@ -104,6 +106,7 @@ def run_simulation(
                 itl_target=itl_target,
                 price_per_hour=price_per_hour,
                 num_bootstrap=NUM_BOOTSTRAP if seeds == 1 or not outcome.is_complete else 0,
+                is_open=isinstance(workload, OpenLoop),
             )
             found.append(_Found(report, outcome.refused, service.extrapolations()))
             if place == 0:
@@ -120,8 +123,9 @@ def run_simulation(
         notes.append(f"The simulation was interrupted: these are the figures of {len(found)} of {seeds} seeds.")
     notes += _requests_text(arriving[0], refused, report.counts.arrived)
     report = replace(report, notes=(*notes, *report.notes), is_complete=is_complete)
+    warnings = () if report.overload is None else (overload_text(report.overload),)
     setting = (service.title, f"KV: {service.kv_text}", f"Workload: {title}{_speed_text(speed)}")
-    _write_files(report, drawn, setting, html, perfetto)
+    _write_files(replace(report, notes=(*report.notes, *warnings)), drawn, setting, html, perfetto)
     if as_json:
         values = {
             **setting_as_json(service, replace(arriving[0], title=title)),
@@ -132,6 +136,9 @@ def run_simulation(
         print(json.dumps(values, allow_nan=False))
     else:
         print_report(report, stdout_console())
+        if report.overload is not None:
+            print()
+            stdout_console().print(Text(overload_text(report.overload), style="bold yellow"))
     return EXIT_OK if is_complete else EXIT_INTERRUPTED
 
 

@@ -468,18 +468,22 @@ def _profile_text(profile: Profile) -> str:
 # ---------------------------------------------------------------------- values, names
 
 
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def seconds(option: str, text: str | None) -> float | None:
-    """Seconds of "500ms", "2s", "1.5" (seconds) or "1m"; None stays None.
+    """Seconds of "500ms", "2s" or "1m"; None stays None.
 
     Raises:
-        CommandError: `text` is not a duration above 0.
+        CommandError: `text` is not a duration above 0, or lacks a unit: vLLM's and guidellm's targets are milliseconds,
+            so a number alone would be understood as both.
     """
     if text is None:
         return None
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if found is not None and not found[2] and float(found[1]) > 0:
+        number = found[1]
+        raise CommandError(f"{_option_name(option)} is {number}, which has no unit; write {number}ms or {number}s")
     if found is None or found[2] not in _UNITS or float(found[1]) == 0:
         raise CommandError(f"{_option_name(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
     return float(found[1]) * _UNITS[found[2]]

@@ -90,6 +90,8 @@ def capacity(
 
     Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
     thinks before the next request, and the number of users is found. Without targets: TTFT within 2 s.
+
+    Exit code 0: found; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """
     from pointsman.cli.capacity import run_capacity
     from pointsman.cli.simulation import names
@@ -126,6 +128,8 @@ def tune(
 
     Settings are chosen on one part of the workload and judged on another, beside the defaults of vLLM. Knobs that are
     given keep their value, all others are searched. Without targets: TTFT within 2 s.
+
+    Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """
     from pointsman.cli.simulation import names
     from pointsman.cli.tune import run_tune

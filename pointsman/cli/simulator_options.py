@@ -128,9 +128,7 @@ model."""
 TARGETS: dict[str, Any] = {
     "ttft_target": Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME", help="Maximum time to the first token, like 500ms or 2s; a number alone is seconds."
-        ),
+        typer.Option(metavar="TIME", help="Maximum time to the first token, like 500ms or 2s."),
     ],
     "itl_target": Annotated[
         str | None,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
 from pointsman.cli.commands import serve_command, vllm_command
-from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
@@ -58,7 +58,7 @@ def run_tune(
     """Search for the best settings, and print the result.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, which prints the best settings so far.
+        The exit code: 0, 3 if nothing meets the targets, or 130 after Ctrl-C, which prints the best settings so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
@@ -103,7 +103,9 @@ def run_tune(
         print(json.dumps(report.as_json(found), allow_nan=False))
     else:
         report.print_result(found)
-    return EXIT_OK if found.is_complete else EXIT_INTERRUPTED
+    if not found.is_complete:
+        return EXIT_INTERRUPTED
+    return EXIT_NOTHING if found.meets_nothing else EXIT_OK
 
 
 class _Tuned:

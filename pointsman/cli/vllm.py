@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.options import one_model
 from pointsman.cli.typer_app import plain_typer
 from pointsman.core import SchedulerStats
 from pointsman.core.observe.explain import in_words, lacking
@@ -314,7 +315,11 @@ def root() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def check(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As vllm serve takes it; its weights are not loaded.")],
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="As vllm serve takes it; its weights are not loaded."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model, in place of the argument.")] = None,
     log: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Log of a vLLM with these options, for the number of requests that fit."),
@@ -330,8 +335,11 @@ def check(
     from pointsman.integrations.vllm.check import CannotCheck
     from pointsman.integrations.vllm.check import check as check_vllm
 
+    name = one_model(model_argument, model)
+    if name is None:
+        raise CommandError("there is no model to check; give it as vllm serve takes it: pointsman vllm check MODEL")
     try:
-        report = check_vllm(model, list(context.args), log)
+        report = check_vllm(name, list(context.args), log)
     except CannotCheck as error:
         raise CommandError(str(error)) from None
     for line in report.lines():

@@ -26,6 +26,7 @@ import numpy as np
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.core.kv.connector import AnswerLog
+from pointsman.core.observe.film_format import MAGIC
 from pointsman.core.observe.side_file import SideFile, Writable
 from pointsman.core.state.events import Call, Listener, StepRun
 from pointsman.core.state.inputs import Part
@@ -95,6 +96,20 @@ _OUTPUT_ARRAYS = (
     "block_ids",
     "block_offsets",
 )
+
+
+def kind_of_other_file(head: bytes) -> str:
+    """What a file is that is certainly no recording, by its first bytes; empty: it may be a recording.
+
+    Args:
+        head: the first bytes of the file, at least 16 unless the file is shorter.
+    """
+    if head.startswith(MAGIC):
+        return "a film"
+    begin = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:15].lower()
+    if begin.startswith((b"<!doctype", b"<html")):
+        return "a page"
+    return "" if begin.startswith(b"{") or not begin else "neither a film nor a recording"
 
 
 class RecordingError(PointsmanError, ValueError):

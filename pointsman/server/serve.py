@@ -40,6 +40,7 @@ from pointsman.engine.text.tokenizer import (
     read_tokenizer,
     render_chat,
 )
+from pointsman.files import shown
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
@@ -120,9 +121,9 @@ def run(
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         # The event loop handles signals later, but does not run yet.
         with exit_on_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
-            options = with_model_found(options)
+            name, options = options.get("model"), with_model_found(options)
         shares = share_out(options, data_parallel_size, record)
-        server = _Serving(options, config, sock, connections, create_app)
+        server = _Serving(options, config, sock, connections, create_app, str(name or "demo"))
 
         def start_engine(index: int, num_restarts: int, tokenizer: Any = None) -> Awaitable[EngineClient]:
             share = shares[index]
@@ -255,7 +256,9 @@ class _Serving:
         sock: socket.socket,
         connections: Connections,
         create_app: Callable[[EngineFleet, ServerConfig, Connections], FastAPI],
+        model_name: str,
     ) -> None:
+        self._model_name = model_name
         self._create_app = create_app
         self._client: EngineFleet | None = None
         self._options = options
@@ -293,6 +296,7 @@ class _Serving:
         template = self._config.chat_template
         if template is not None:  # reports a broken template before the model is loaded
             await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
+        logger.info("loading the model %s", shown(self._model_name, 200))
         client = await start()
         if warm_up and client.tokenizer is not None:
             try:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -236,7 +237,30 @@ _ARRIVALS: dict[str, Callable[..., Arrivals]] = {
     "gamma": GammaArrivals,
     "bursts": BurstArrivals,
 }
-_MIX_EXAMPLE = "mix:0.7*lognormal:150,0.6+0.3*constant:3000"
+_VALUES = {
+    "median": "a median",
+    "sigma": "a standard deviation of the logarithm",
+    "low": "a minimum",
+    "high": "a maximum",
+    "average": "a mean",
+    "value": "a value",
+    "rate": "a rate",
+    "cv": "a coefficient of variation",
+    "size": "a number of requests",
+}
+"""The values of the forms in words, by the name of their field."""
+_PARTS = {"values": "one or more numbers", "mix": "distributions with probabilities"}
+"""What forms without fixed values need."""
+_LENGTH_EXAMPLES = {
+    "constant": "constant:512",
+    "uniform": "uniform:100,200",
+    "exponential": "exponential:5",
+    "lognormal": "lognormal:150,0.8",
+    "values": "values:10,20,500",
+    "mix": "mix:0.7*lognormal:150,0.6+0.3*constant:3000",
+}
+_ARRIVAL_EXAMPLES = {"constant": "constant:4", "poisson": "poisson:4", "gamma": "gamma:4,2", "bursts": "bursts:4,10"}
+_MIX_EXAMPLE = _LENGTH_EXAMPLES["mix"]
 
 
 def parse_distribution(text: str) -> Distribution:
@@ -247,13 +271,13 @@ def parse_distribution(text: str) -> Distribution:
     """
     name, colon, rest = text.strip().partition(":")
     name = name.strip().lower()
-    if not colon:
-        return Constant(_parse_number(name, text))
-    if name == "mix":
+    if not colon and name not in _LENGTH_EXAMPLES:
+        return Constant(_parse_number(name, text, _LENGTH_EXAMPLES["lognormal"]))
+    if name == "mix" and rest.strip():
         return Mixture(tuple(_parse_mixture_part(part, text) for part in re.split(r"\+(?=[^+*:]+\*)", rest)))
-    if name == "values":
-        return Empirical(tuple(_parse_number(value, text) for value in rest.split(",")))
-    return _parse_named(_DISTRIBUTIONS, name, rest, text, ", values, mix")
+    if name == "values" and rest.strip():
+        return Empirical(tuple(_parse_number(value, text, _LENGTH_EXAMPLES[name]) for value in rest.split(",")))
+    return _parse_named(_DISTRIBUTIONS, name, rest, text, _LENGTH_EXAMPLES)
 
 
 def parse_arrivals(text: str) -> Arrivals:
@@ -262,8 +286,10 @@ def parse_arrivals(text: str) -> Arrivals:
     Raises:
         WorkloadError: `text` is not the name of an arrival process.
     """
-    name, _, rest = text.strip().partition(":")
-    return _parse_named(_ARRIVALS, name.strip().lower(), rest, text, "")
+    name, colon, rest = text.strip().partition(":")
+    if not colon and re.fullmatch(r"[0-9]*\.?[0-9]+", name):
+        raise WorkloadError(f"{text!r} names no arrival process; write poisson:{name} or constant:{name}")
+    return _parse_named(_ARRIVALS, name.strip().lower(), rest, text, _ARRIVAL_EXAMPLES)
 
 
 def _parse_mixture_part(part: str, text: str) -> tuple[float, Distribution]:
@@ -272,17 +298,22 @@ def _parse_mixture_part(part: str, text: str) -> tuple[float, Distribution]:
         raise WorkloadError(
             f"{text!r}: {part!r} is not PROBABILITY*DISTRIBUTION; write the mixture like {_MIX_EXAMPLE}"
         )
-    return _parse_number(weight, text), parse_distribution(distribution)
+    return _parse_number(weight, text, _MIX_EXAMPLE), parse_distribution(distribution)
 
 
 def _parse_named(
-    known_forms: dict[str, Callable[..., T]], name: str, values_text: str, text: str, other_forms: str
+    known_forms: dict[str, Callable[..., T]], name: str, values_text: str, text: str, examples: Mapping[str, str]
 ) -> T:
-    if name not in known_forms:
-        raise WorkloadError(f"{text!r}: unknown form {name!r}; known forms are {', '.join(known_forms)}{other_forms}")
+    if name not in examples:
+        near = get_close_matches(name[:80], examples, n=1)
+        question = f"did you mean {near[0]}? " if near else ""
+        raise WorkloadError(f"{text!r}: unknown form {name!r}; {question}known forms are {', '.join(examples)}")
+    names = [each.name for each in fields(known_forms[name])] if name in known_forms else []  # type: ignore[arg-type]
+    if not values_text.strip():
+        needed = " and ".join(_VALUES[each] for each in names) or _PARTS[name]
+        raise WorkloadError(f"{text!r}: {name} needs {needed}, like {examples[name]}")
     make = known_forms[name]
-    names = [each.name for each in fields(make)]  # type: ignore[arg-type]
-    values = [_parse_number(value, text) for value in values_text.split(",")]
+    values = [_parse_number(value, text, examples[name]) for value in values_text.split(",")]
     if len(values) != len(names):
         raise WorkloadError(
             f"{text!r} has {len(values)} values, but needs {len(names)}; write {name}:{','.join(names)}"
@@ -293,12 +324,12 @@ def _parse_named(
         raise WorkloadError(f"{text!r}: {error}") from None
 
 
-def _parse_number(value: str, text: str) -> float:
+def _parse_number(value: str, text: str, example: str) -> float:
     try:
         number = float(value)
     except ValueError:
         raise WorkloadError(
-            f"{text!r}: {value.strip()!r} is not a number; write a number or a form like lognormal:150,0.8"
+            f"{text!r}: {value.strip()!r} is not a number; write a number or a form like {example}"
         ) from None
     if not math.isfinite(number):
         raise WorkloadError(f"{text!r}: {value.strip()} is not finite; write a finite number")

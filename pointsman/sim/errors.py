@@ -7,6 +7,9 @@ from difflib import get_close_matches
 
 from pointsman.core.errors import PointsmanError
 
+MAX_LISTED = 20
+"""Maximum number of names that an error lists."""
+
 
 class SimulationError(PointsmanError):
     """Base of every error that the simulator raises on purpose."""
@@ -17,7 +20,8 @@ class UnknownName(SimulationError, ValueError):
 
     @classmethod
     def nearest_to(cls, name: str, kind: str, known: Iterable[str]) -> UnknownName:
-        """The error for `name`, with the most similar names in `known`, or all of them if none is similar.
+        """The error for `name`, with the most similar names in `known`, or all of them if none is similar and they are
+        not too many for a line.
 
         Args:
             name: the requested name.
@@ -25,7 +29,8 @@ class UnknownName(SimulationError, ValueError):
             known: the existing names.
         """
         by_key = {other.lower(): other for other in known}
-        near = [by_key[key] for key in get_close_matches(name.lower(), by_key, n=3, cutoff=0.5)]
+        cutoff = 0.5 if len(by_key) <= MAX_LISTED else 0.0
+        near = [by_key[key] for key in get_close_matches(name[:200].lower(), by_key, n=3, cutoff=cutoff)]
         choice = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(by_key.values())}"
         return cls(f"no {kind} is called {name!r}; {choice}. `pointsman simulate --list` shows all")
 

@@ -39,7 +39,8 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
         return read_config(cached, text)
     if text.lower() in _BY_KEY:
         return _BY_KEY[text.lower()]
-    raise UnknownName.nearest_to(text, "model", [*SHAPES, *(name.partition("/")[2] for name in SHAPES)])
+    known = [*SHAPES, *_SAME_SHAPE]
+    raise UnknownName.nearest_to(text, "model", known if "/" in text else [name.partition("/")[2] for name in known])
 
 
 # ---------------------------------------------------------------------- the Hugging Face cache

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS
+from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS, kind_of_other_file
 from pointsman.core.state.status import FinishReason
 from pointsman.files import MAX_MESSAGE, open_input, shown
 from pointsman.traces.lines import numbered_lines
@@ -130,6 +130,8 @@ def read_observed(path: str | PathLike[str]) -> Observed:
         OSError: the file cannot be read.
     """
     with BufferedReader(open_input(path)) as file:
+        if (kind := kind_of_other_file(file.peek())) in ("a film", "a page"):
+            raise TraceError(f"{path} is {kind}; give the recording of vLLM's scheduler")
         try:
             return parse_observed(numbered_lines(file, of_recording=True))
         except Broken as error:

@@ -10,7 +10,7 @@ from functools import partial
 from os import PathLike
 from typing import BinaryIO, TypeAlias
 
-from pointsman.core.recording import FORMAT
+from pointsman.core.recording import FORMAT, kind_of_other_file
 from pointsman.files import MAX_MESSAGE, open_input, shown
 from pointsman.traces.guidellm import read_guidellm
 from pointsman.traces.json_stream import JsonStream
@@ -127,10 +127,30 @@ def _has_no_prompt(row: Row) -> bool:
     return isinstance(row, TraceRequest) and not row.num_prompt_tokens
 
 
+def _is_other_guidellm(begin: str) -> bool:
+    """Whether the text begins a report of guidellm in YAML, whose first lines are keys of the report, or in CSV, whose
+    header begins with the ids of the run and the benchmark."""
+    first_line = begin.partition("\n")[0].strip().lower()
+    if first_line in ("args:", "benchmarks:", "metadata:") or first_line.startswith("type_: generative_benchmark"):
+        return True
+    names = [name.strip(' "') for name in first_line.split(",")]
+    return len(names) > 2 and (
+        names[0] == "run info" or {"run id", "benchmark id"} <= set(names) or ({"type", "run id"} <= set(names))
+    )
+
+
 def _recognise_format(head: bytes, timed: bool) -> Reader:
     """Recognise a trace format by `head`, the first bytes of a file; returns the function that reads files of this
     format. `timed`: as in `_read`."""
     begin = head.decode("utf-8-sig", errors="replace").lstrip()
+    if (kind := kind_of_other_file(head)) in ("a film", "a page"):
+        source = "the recording that it was made from" if kind == "a film" else "a trace or a recording"
+        raise Broken(f"line 1: the file is {kind}; give {source}")
+    if _is_other_guidellm(begin):
+        raise Broken(
+            "line 1: a report of guidellm as YAML or CSV; only its JSON report is read: run guidellm with "
+            "--output-path x.json"
+        )
     if not begin.startswith("{"):
         return read_csv
     stream = JsonStream(io.BytesIO(head))

@@ -129,9 +129,9 @@ def test_invalid_options_and_files_are_refused(pointsman: Run, recording: Path, 
     check_refused(pointsman("film", recording, "-o", tmp_path / "none" / "x.film"), "cannot write")
     broken = tmp_path / "broken.film"
     broken.write_bytes(film.read_bytes().replace(b'"format_version":3', b'"format_version":9'))
-    check_refused(pointsman("film", broken), "format version 9, and this library reads 3")
+    check_refused(pointsman("film", broken), "format version 9, and this library reads version 3")
     recording.write_text("no recording\n")
-    check_refused(pointsman("film", recording), "line 1 is not JSON")
+    check_refused(pointsman("film", recording), "is neither a film nor a recording")
     assert film.exists() and len(list(recording.parent.glob("*.part"))) == 0
 
 

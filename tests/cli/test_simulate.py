@@ -176,7 +176,7 @@ def test_a_workload_can_be_limited_to_a_number_of_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("500ms", 0.5), ("2s", 2), ("1.5", 1.5), ("250us", 25e-5), (" 2 M", 120), ("1h", 3600)]
+    ("text", "value"), [("500ms", 0.5), ("2s", 2), ("1.5 s", 1.5), ("250us", 25e-5), (" 2 M", 120), ("1h", 3600)]
 )
 def test_durations_are_parsed_with_their_units(text: str, value: float) -> None:
     assert seconds("ttft_target", text) == pytest.approx(value)

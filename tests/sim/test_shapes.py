@@ -120,7 +120,7 @@ def test_models_are_found_without_organisation_and_in_any_case(name: str, cache:
 def test_an_unknown_model_lists_the_nearest_names(cache: Path) -> None:
     with pytest.raises(UnknownName, match=r"'Qwen3-9B'.*nearest: .*Qwen3-8B.*pointsman simulate --list"):
         model_shape("Qwen3-9B")
-    with pytest.raises(UnknownName, match="known: "):
+    with pytest.raises(UnknownName, match=r"'zzzz'; nearest: \S+, \S+, \S+\. `"):
         model_shape("zzzz")
 
 

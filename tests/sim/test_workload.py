@@ -151,7 +151,7 @@ def test_requests_of_a_burst_arrive_at_one_time() -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("lognorml:1,2", "unknown form 'lognorml'; known forms are constant, uniform"),
+        ("lognorml:1,2", "unknown form 'lognorml'; did you mean lognormal? known forms are constant, uniform"),
         ("lognormal:150", "has 1 values, but needs 2; write lognormal:median,sigma"),
         ("lognormal:150,x", "'x' is not a number"),
         ("lognormal:0,1", "median is 0; it must be finite and above 0"),
@@ -161,7 +161,7 @@ def test_requests_of_a_burst_arrive_at_one_time() -> None:
         ("long", "'long' is not a number"),
         ("mix:0.7*constant:1+0.2*constant:3", "must be positive and add up to 1"),
         ("mix:constant:1", "is not PROBABILITY*DISTRIBUTION"),
-        ("values:", "'' is not a number"),
+        ("values:", "values needs one or more numbers"),
     ],
 )
 def test_invalid_distributions_are_refused(text: str, wrong: str) -> None:
@@ -173,7 +173,7 @@ def test_invalid_distributions_are_refused(text: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("poison:3", "unknown form 'poison'; known forms are constant, poisson, gamma, bursts"),
+        ("poison:3", "unknown form 'poison'; did you mean poisson? known forms are constant, poisson, gamma, bursts"),
         ("poisson:0", "rate is 0"),
         ("gamma:3", "write gamma:rate,cv"),
         ("bursts:3,2.5", "size is 2.5; it must be a whole number"),

@@ -13,6 +13,7 @@ differ from those of built-in policies. `examples/pointsman-lottery` is such a p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from warnings import warn
@@ -43,6 +44,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 """Required attributes of a policy besides its name, for each kind of policy."""
 RENAMED = {"displaces": "is_preemptive", "horizon": "guaranteed_steps"}
 """Old names of policy attributes, mapped to the new names. The old names stay valid for one release."""
+_SYNONYMS = {"fifo": "fcfs", "sjf": "shortest-prefill"}
+"""Common names of policies that have another name here."""
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
     "order": dict(ORDERS),
     "victim": dict(VICTIMS),
@@ -118,10 +121,16 @@ def _parse_spec(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Valu
     name, parameters = parsed(spec)
     policy = built_in(kind, name) or _installed_policy(kind, name)
     if policy is None:
-        raise ConfigError(
-            f"no {kind} policy is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object"
-        )
+        raise ConfigError(f"no {kind} policy is called {name!r}; {_nearest(kind, name)}")
     return name, policy, checked(kind, name, policy.parameters, parameters)
+
+
+def _nearest(kind: str, name: str) -> str:
+    """The policies to choose from, beginning with a question if one of them has a name like `name`."""
+    names = list(known(kind))
+    near = [_SYNONYMS[name]] if _SYNONYMS.get(name) in names else get_close_matches(name[:80], names, n=1)
+    question = f"did you mean {near[0]}? " if near else ""
+    return f"{question}choose one of {', '.join(names)}"
 
 
 def _check_object(kind: str, policy: Any) -> None:

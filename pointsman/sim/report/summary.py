@@ -34,6 +34,7 @@ from pointsman.sim.report.intervals import (
     estimate_share,
     over_seeds,
 )
+from pointsman.sim.report.overload import Overload, overload
 from pointsman.sim.simulator import Outcome
 
 FloatArray = npt.NDArray[np.float64]
@@ -158,6 +159,9 @@ class Report:
     """How the confidence intervals were computed, as text."""
     notes: tuple[str, ...]
     """Remarks to read before the figures."""
+    overload: Overload | None = None
+    """Arrivals that exceed the service, so that the queue grows without end; None: it does not, the run is too short to
+    show it, or the arrivals depend on the service."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON: None for a missing figure, never NaN."""
@@ -174,6 +178,7 @@ def figures(
     price_per_hour: float | None = None,
     num_bootstrap: int = NUM_BOOTSTRAP,
     seed: int = 0,
+    is_open: bool = False,
 ) -> Report:
     """The report of one simulation.
 
@@ -183,6 +188,7 @@ def figures(
         price_per_hour: price of one replica.
         num_bootstrap: number of resamples for the intervals; 0: no intervals.
         seed: seed of the resamples.
+        is_open: whether the arrivals do not depend on the service, so that the service may be overloaded.
 
     TPOT is per request, (end-to-end - TTFT) / (output tokens - 1); ITL is per gap, all requests pooled.
     """
@@ -242,6 +248,7 @@ def figures(
         price_per_million_output_tokens=NONE if price is None else _ratio(price * 1e6, counts.generated_tokens),
         method=_method(draws, count, num_bootstrap),
         notes=_notes(outcome, counts, targets),
+        overload=overload(timings, _ratio(counts.finished, seconds)) if is_open else None,
     )
 
 
