@@ -158,7 +158,7 @@ def files_named(text: str) -> set[str]:
     return {name for name in (*files, *folders) if name not in WRITTEN_BY_EXAMPLES}
 
 
-WRITTEN_BY_EXAMPLES = {"prompts.txt"}
+WRITTEN_BY_EXAMPLES = {"prompts.txt", "start.py", "schedule_policy.py"}
 PARTS = "|".join(sorted(path.stem for path in (ROOT / "pointsman").iterdir() if not path.name.startswith("_")))
 """Top-level modules of the package: `pointsman.core` is a module, `pointsman.json` a file."""
 
