@@ -99,7 +99,9 @@ def test_an_invalid_retention_is_refused(value: Any) -> None:
 
 
 def test_invalid_eviction_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no eviction policy is called 'lfu'; choose one of lru, retention, reuse"):
+    with pytest.raises(
+        ConfigError, match=r"no eviction policy is called 'lfu'; did you mean lru\? choose one of lru, retention, reuse"
+    ):
         Host(eviction="lfu")
     with pytest.raises(ConfigError, match="share of eviction 'reuse' is '2'; it must be between 0 and 1"):
         Host(eviction="reuse:share=2")

@@ -97,7 +97,7 @@ def test_a_policy_of_an_installed_package_is_found_by_name(installed: Any) -> No
         ("fcfs:speed=1", "order 'fcfs' has no parameter 'speed'; its parameters: none"),
         ("lcfs:factor", "has the parameter 'factor'; write name:key=value,key=value"),
         ("lcfs:", "policy 'lcfs:' is incomplete"),
-        ("fcsf", "no order policy is called 'fcsf'; choose one of fcfs, priority, .*lcfs, or pass an object"),
+        ("fcsf", r"no order policy is called 'fcsf'; did you mean fcfs\? choose one of fcfs, priority, .*lcfs"),
         ("latest", "no order policy is called 'latest'"),
         ("", "policy '' is incomplete"),
     ],
