@@ -83,7 +83,7 @@ def test_a_film_or_a_page_in_place_of_a_recording_is_named(pointsman: Run, tmp_p
     page.write_bytes(PAGE)
     text.write_text("notes\n")
     check_refused(pointsman("replay", film), f"{film} is a film, which cannot be replayed; give the recording")
-    for command in (("replay",), ("film",), ("play",), ("play", "--sandbox"), ("plot", "-o", tmp_path / "a.json")):
+    for command in (("replay",), ("film",), ("play",), ("sandbox",), ("plot", "-o", tmp_path / "a.json")):
         check_refused(pointsman(*command, page), f"{page} is a page (HTML), neither a film nor a recording; give ")
         check_refused(pointsman(*command, text), f"{text} is neither a film nor a recording", "a line of JSON")
 

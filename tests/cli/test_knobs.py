@@ -113,7 +113,7 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
         ({"order": "random"}, None, "no order policy is called 'random'"),
-        ({"token_limits": ["none", "prefill-gap"]}, None, "prefill-gap is given too; give one of them"),
+        ({"token_limits": ["none", "prefill-gap"]}, None, "but prefill-gap is given; leave one out"),
         ({}, "quick", "no preset is called 'quick'"),
     ],
 )

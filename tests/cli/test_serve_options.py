@@ -464,4 +464,4 @@ def test_the_error_names_a_missing_model(pointsman_process: Run, tmp_path: Path)
 def test_a_knob_that_contradicts_the_model_is_refused(pointsman_process: Run, model: str) -> None:
     pytest.importorskip("fastapi")
     finished = pointsman_process("serve", "--port", 0, "--model", model, "--max-model-len", 10**6)
-    check_refused(finished, "max_model_len is 1000000", "lower it")
+    check_refused(finished, "max_model_len is 1000000", "lower max_model_len")

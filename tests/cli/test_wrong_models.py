@@ -36,7 +36,7 @@ TYPED: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("is part 2 of a model", "b-00001-of-00003.gguf is missing; download it"),
     ),
     ("serve --model page.gguf", ("page.gguf is no GGUF file: it begins with b'<!do'", "download it again")),
-    ("serve --model cut.gguf", ("cut.gguf: tokenizer.ggml.tokens takes 94 bytes", "copy it again")),
+    ("serve --model cut.gguf", ("cut.gguf: tokenizer.ggml.tokens needs 94 bytes", "copy it again")),
     ("serve --model https://huggingface.co/owner/tiny", ("huggingface.co/owner/tiny is a URL", "give a hub name as")),
     ("serve --model llama", ("no model is called llama", "demo, smollm2, gemma3-270m", "a hub name is OWNER/NAME")),
     ("serve --model smollm2", ("smollm2 is not installed", "run: pointsman models get smollm2")),
