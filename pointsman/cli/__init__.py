@@ -42,7 +42,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
-        _fail(f"the command line needs {error.name}; install it with: pip install 'pointsman[engine]'")
+        _fail(f"the command line needs {error.name}; install it with: pip install 'pointsman[cli]'")
     try:
         code = app(args=args, prog_name="pointsman", standalone_mode=False)
     except CommandError as error:

@@ -64,6 +64,7 @@ def generate(
     as_json: options.AsJson = False,
     record: options.RecordFile = None,
     preset: options.Preset = None,
+    verbose: options.Verbose = False,
     **knobs: Any,
 ) -> int:
     """Run prompts or a trace offline and watch the scheduler.
@@ -83,6 +84,7 @@ def generate(
         raise CommandError(str(error)) from None
     workload = _choose_workload(prompt, prompts, trace, speed, limit, seed, sampling)
     _warn_about_ignored_priorities(workload, knobs["order"])
+    log_to_stderr(verbose=verbose)
     with _open_recorder(record) as recorder:
         engine = _load_engine(model="demo" if model is None else model, seed=seed, recorder=recorder, **arguments)
         display = choose_display(as_json=as_json, texts=not workload.is_trace)
@@ -95,6 +97,7 @@ def serve(
     model_argument: options.ModelArgument = None,
     config: options.ConfigFile = None,
     preset: options.Preset = None,
+    verbose: options.Verbose = False,
     **values: Any,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API.
@@ -107,7 +110,7 @@ def serve(
     """
     if not hasattr(socket, "AF_UNIX"):
         raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
-    log_to_stderr()
+    log_to_stderr(verbose=verbose)
     values["model"] = options.one_model(model_argument, values["model"])
     settings = serve_settings({"preset": preset, **values}, config, os.environ, _default_model)
     wait_briefly()
@@ -219,7 +222,6 @@ def _open_recorder(path: str | None) -> Iterator[Recorder | None]:
 
 
 def _load_engine(*, model: str, **arguments: Any) -> Engine:
-    log_to_stderr()
     logging.getLogger("pointsman").info("loading the model %s", one_line(model))
     wait_briefly()
     try:

@@ -54,7 +54,7 @@ def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Excep
     return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")
 
 
-def log_to_stderr() -> None:
-    """Print the log messages of the package to stderr."""
+def log_to_stderr(*, verbose: bool = False) -> None:
+    """Print the log messages of the package to stderr; `verbose`: also those for developers."""
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
-    logging.getLogger("pointsman").setLevel(logging.INFO)
+    logging.getLogger("pointsman").setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -75,6 +75,7 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after th
 
 # ---------------------------------------------------------------------- output
 
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also log what developers of the engine need.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON line per request and one summary line.")]
 RecordFile = Annotated[
     str | None,

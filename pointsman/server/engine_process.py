@@ -236,6 +236,8 @@ def main(descriptor: int) -> int:
         start = _first_message(sock, unpacker)
         if start is None:
             return 0
+        if start.is_verbose:
+            logging.getLogger("pointsman").setLevel(logging.DEBUG)
         if start.name:
             logging.basicConfig(stream=sys.stderr, format=f"pointsman: {start.name}: %(message)s", force=True)
         try:

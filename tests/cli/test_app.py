@@ -76,3 +76,14 @@ def test_completion_lists_commands_in_a_shell(shell: str, tmp_path: Path) -> Non
     program_text = script + "\n" + asked if shell != "zsh" else f"autoload -Uz compinit; compinit -u; {script}\n{asked}"
     found = subprocess.run([program, "-c", program_text], capture_output=True, text=True, env=environment, timeout=60)
     assert "simulate" in found.stdout, found.stdout + found.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("option", "is_shown"), [((), False), (("-v",), True)])
+def test_developers_lines_are_logged_only_when_asked_for(
+    pointsman_process: Run, option: tuple[str, ...], is_shown: bool
+) -> None:
+    done = pointsman_process("generate", "--prompt", "The import statement", "--max-tokens", 2, *option)
+    assert done.code == 0, done.err
+    assert ("pointsman: fused: " in done.err) == is_shown
+    assert "pointsman: loading the model demo" in done.err

@@ -380,7 +380,7 @@ class GrammarProcess:
             if isinstance(error, ImportError):
                 raise GrammarError(f"structured output needs the package xgrammar: {first_line(error)}") from error
             raise
-        logger.info("process %d was started to compile grammars (%.1f s)", server.pid, time.monotonic() - started)
+        logger.debug("process %d was started to compile grammars (%.1f s)", server.pid, time.monotonic() - started)
 
     def _discard_server(self, server: GrammarServer | None, why: Exception) -> None:
         """End a process that failed, unless another job has replaced it already; the next job starts a new process."""

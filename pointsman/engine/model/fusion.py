@@ -222,7 +222,7 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
         done[JoinedLinear.__name__] = joined
         if store:
             store_weights(model)
-    logger.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()) or "nothing")
+    logger.debug("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()) or "nothing")
     return done
 
 
@@ -245,7 +245,7 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
             for keep in (torch.tensor([len(expected) - 1, 2]), torch.arange(0))
         )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # for example, the layer is not the last
-        logger.info("the last layer also computes tokens whose logits are not needed: %s", first_line(error))
+        logger.debug("the last layer also computes tokens whose logits are not needed: %s", first_line(error))
         right = False
     finally:
         step.context.keep = None

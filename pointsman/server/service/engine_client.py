@@ -176,6 +176,7 @@ class EngineClient:
             name,
             record_when_full=record_when_full,
             must_record=must_record,
+            is_verbose=logging.getLogger("pointsman").isEnabledFor(logging.DEBUG),
         )
         return await cls.connect(process, ours, start, tokenizer, timeout)
 

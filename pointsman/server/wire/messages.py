@@ -123,6 +123,8 @@ class Start:
     """What happens to the recording when the disk is full."""
     must_record: bool = True
     """Whether an engine whose recording cannot be opened does not start."""
+    is_verbose: bool = False
+    """Whether the engine also logs what its developers need."""
 
 
 # ------------------------------------------------------------------------------------------------- from the engine
