@@ -50,8 +50,8 @@ ADDRESS = "http://127.0.0.1:8000"
 """Address of the server in the documents."""
 CONFIGURATION = DOCS / "reference" / "configuration.md"
 MONITORING = DOCS / "guides" / "monitor_a_server.md"
-TEXTS = [*DOCUMENTS, *VLLM, ROOT / "CONTRIBUTING.md", *sorted(DECISIONS.glob("*.md"))]
-"""Every document that names files; not the changelog, as it also names former files."""
+TEXTS = [*sorted({*DOCUMENTS, *VLLM, *ROOT.glob("*.md")}), *sorted(DECISIONS.glob("*.md"))]
+"""Every document that names files."""
 
 
 def name_of(path: Path) -> str:

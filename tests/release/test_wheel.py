@@ -134,8 +134,12 @@ def check_content(sdist: Path, wheel: Path) -> None:
 
     with tarfile.open(sdist) as sources:
         names = {name.partition("/")[2] for name in sources.getnames()}
-    wanted = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "constraints.txt"}
+    wanted = {"pyproject.toml", "LICENSE", "CITATION.cff", "Makefile", "constraints.txt"}
+    wanted |= {path.name for path in ROOT.glob("*.md")}
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".md", ".toml", ".yaml")]
+    wanted |= {path.relative_to(ROOT).as_posix() for path in examples}
     assert names >= ours | wanted | {"tests/release/test_wheel.py", "docs/guides/build_an_engine.md"}
+    assert not [name for name in names if name.startswith("examples/") and ".egg-info" in name]
 
 
 def metadata(wheel: Path) -> Message:
@@ -153,6 +157,8 @@ def check_metadata(headers: Message) -> None:
     assert not uvloop.marker.evaluate({"extra": "server", "sys_platform": "win32"})
     assert uvloop.marker.evaluate({"extra": "server", "sys_platform": "darwin"})
     assert headers["License-Expression"] == "Apache-2.0"
+    assert headers["Author"] == "The Pointsman authors"
+    assert headers["Requires-Python"] == ">=3.11"
     assert len(headers.get_all("License-File", [])) == 2
 
 
