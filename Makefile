@@ -30,7 +30,7 @@ TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine tests/test_gpu_check.py
 TESTS_server := tests/examples tests/server tests/cli tests/release tests/test_benchmarks.py tests/test_docs.py \
-    tests/test_forking.py tests/test_fork_server.py tests/test_broken_files.py
+    tests/test_site.py tests/test_forking.py tests/test_fork_server.py tests/test_broken_files.py
 TESTS_vllm := tests/integrations
 TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling

@@ -136,8 +136,8 @@ def test_each_benchmark_round_has_different_real_prompts(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dtype", "quantized"], "--dtype quantized is for real weights; give --model"),
-        (["--requests", "1,4"], "several loads are for real weights; give --requests one number, or --model"),
+        (["--dtype", "quantized"], "--dtype quantized needs real weights; give --model"),
+        (["--requests", "1,4"], "several numbers in --requests need real weights; give one number, or --model"),
         (["--model", "demo", "--dtype", "quantized"], "--contenders has nothing to compare"),
         (["--model", "demo", "--contenders", "orca"], "no contender is called orca; choose from pointsman-float32"),
         (["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),

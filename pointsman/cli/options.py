@@ -502,6 +502,7 @@ GENERATE_HELP: Panels = {
     ),
     "Traces": ("speed", "limit"),
     "Sampling": ("top_p", "top_k", "seed", "stop", "ignore_eos"),
+    "Output": ("verbose",),
     **ENGINE_PANELS,
 }
 
@@ -539,6 +540,7 @@ SERVE_HELP: Panels = {
         "seed",
     ),
     "Server": (
+        "verbose",
         "api_key",
         "operator_key_file",
         "operator_key",

@@ -377,12 +377,11 @@ def test_generate_without_options_runs_the_demo(pointsman_process: Callable[...,
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
-def test_the_readme_command_preempts_requests_and_finishes_all(
+def test_the_documented_command_preempts_requests_and_finishes_all(
     pointsman_process: Callable[..., Finished],
 ) -> None:
-    line = next(
-        line for line in (ROOT / "README.md").read_text().splitlines() if "generate" in line and "--num-blocks" in line
-    )
+    page = ROOT / "docs" / "how_it_works" / "step.md"
+    line = next(line for line in page.read_text().splitlines() if line.startswith("pointsman generate "))
     finished = pointsman_process(*shlex.split(line, comments=True)[1:])
     assert finished.code == 0, finished.err
 

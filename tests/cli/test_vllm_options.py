@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from pointsman.cli import app as commands
 from pointsman.cli import vllm_options
+from pointsman.cli.app import command_named
 from pointsman.cli.vllm_options import ALREADY, EXPLAINED, HARMLESS, RENAMED, SAME, find, is_flag
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -42,7 +41,7 @@ def served(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], S
 
 def own_options() -> dict[str, bool]:
     """The options of `pointsman serve` -> whether the option takes a value."""
-    params = get_command(commands.app).commands["serve"].params  # type: ignore[attr-defined]
+    params = command_named("serve").params
     return {
         name: not getattr(param, "is_flag", False) for param in params for name in param.opts + param.secondary_opts
     }

@@ -138,7 +138,7 @@ def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) 
         ),
         (
             {"victim": "oldest"},
-            "no victim policy is called 'oldest'; choose one of latest, lowest-priority, least-cost, or",
+            r"no victim policy is called 'oldest'; did you mean latest\? choose one of latest, lowest-priority, least",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_clock_that_goes_back_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_configuration_with_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no order policy is called 'fifo'; choose one of fcfs"):
+    with pytest.raises(ConfigError, match=r"no order policy is called 'fifo'; did you mean fcfs\? choose one of fcfs"):
         SchedulerConfig(**SMALL, order="fifo")
     with pytest.raises(ConfigError, match="no reserve policy is called 'grow'"):
         SchedulerConfig(**SMALL, reserves=("grow",))

@@ -180,7 +180,7 @@ def test_a_failing_warm_up_grammar_is_logged(
 ) -> None:
     engine = make(loaded)
     with monkeypatch.context() as patch:
-        patch.setattr("pointsman.engine.grammar.process.GrammarProcess._ask", lambda *_: b"-a bad day\0")
+        patch.setattr("pointsman.engine.grammar.process.GrammarProcess._exchange_job", lambda *_: b"-a bad day\0")
         warm_up(engine)
     assert "a bad day" in caplog.text and warnings(caplog) == []
     assert outputs(engine) == outputs(make(loaded))

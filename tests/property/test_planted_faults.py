@@ -894,7 +894,7 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
 def load_is_published_when_it_starts(patch: Patch) -> None:
     def start(original: Any, loading: Any, request: Any, *args: Any) -> None:
         original(loading, request, *args)
-        loading._kv.publish_loaded(request, request._state.holding.blocks)
+        loading._kv.publish_loaded(request, request._state.holding.table)
 
     around(patch, "Loading.start", start)
 

@@ -184,7 +184,11 @@ def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     [
         ("tokenizer.ggml.merges", ["a b", "nothing"], "tokenizer.ggml.merges[1] is 'nothing'; it must be two tokens"),
         ("tokenizer.ggml.merges", ["a unheardof"], "Token `unheardof` out of vocabulary; convert the model again"),
-        ("tokenizer.ggml.token_type", [1, 1], "tokenizer.ggml.token_type has 2 values and tokenizer.ggml.tokens 300"),
+        (
+            "tokenizer.ggml.token_type",
+            [1, 1],
+            "tokenizer.ggml.token_type has 2 values, but tokenizer.ggml.tokens has 300",
+        ),
         ("tokenizer.ggml.tokens", ["a"] * 300, "tokenizer.ggml.tokens has 'a' twice"),
         ("tokenizer.ggml.eos_token_id", 300, "tokenizer.ggml.eos_token_id is 300; it must be a token id from 0 to 299"),
     ],

@@ -306,7 +306,7 @@ def test_requests_are_resumed_before_the_hung_process_exits(
             process.kill()
 
     with_fleet(test)
-    assert "was killed but does not end" in caplog.text
+    assert "was killed, but its process still runs" in caplog.text
 
 
 def test_shutdown_completes_even_if_a_process_does_not_exit(monkeypatch: pytest.MonkeyPatch) -> None:
