@@ -1,17 +1,20 @@
 """The command line, `pointsman`: `main` is its entry point. It may import every other package; no package imports it.
 
-Begin at `app.py`, which has the commands; `options.py` has the commands' options and help pages.
+Begin at `app.py`, which names the module of each command; a module is imported when its command is used. `options.py`
+has the options of the commands that run a model, and the help pages.
 
-    generate        `workload.py` (prompts or a trace), `generate.py` (the loop around the engine), `progress.py` (the
-                    state of the run, its summary), `display.py` (live, plain or JSON lines), `demo_prompts.py`
-    serve           `serve.py` (where each setting comes from), `config_file.py` (the YAML file)
-    both            `knobs.py` (from options to arguments of the engine)
-    chat            `chat.py`
-    calibrate       `calibrate.py`
-    simulate, capacity, tune   `simulator_options.py` (their options), `simulation.py` (workload and service),
-                    `simulate.py` (the report), `capacity.py` and `tune.py` (the searches)
-    explain, metrics, record, vllm check, vllm interface     `vllm.py`
-    film, play, plot, learn, models    the files of these names
+    serve, generate, chat    `engine_commands.py`. serve: `serve.py` (where each setting comes from), `config_file.py`
+                    (the YAML file), `vllm_options.py` (a command line of vllm serve). generate: `workload.py` (prompts
+                    or a trace), `generate.py` (the loop around the engine), `progress.py` (the state of the run, its
+                    summary), `display.py` (live, plain or JSON lines), `demo_prompts.py`. Both: `knobs.py` (from
+                    options to arguments of the engine). chat: `chat.py`
+    explain, metrics, record, live    `observe_commands.py`: `server_client.py` asks a pointsman serve, `vllm.py` and
+                    `live.py` a vLLM
+    simulate, capacity, tune, policies    `simulator_commands.py`: `simulator_options.py` (their options),
+                    `simulation.py` (workload and service), `simulate.py` (the report), `capacity.py` and `tune.py`
+                    (the searches)
+    vllm check, compare, interface    `vllm.py`
+    calibrate, film, learn, models, play, plot, replay, sandbox    the files of these names
 
 Exit codes: 0 success; 1 a replay differs, a step failed or the engine died; 2 bad input; 3 nothing meets the targets of
 `capacity` or `tune`, or `vllm check` cannot decide; 130 interrupted; 143 ended by SIGTERM while a model is loaded or

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from pointsman.cli.typer_app import plain_typer
 from pointsman.version import __version__
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
@@ -30,7 +31,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "film": ("film", "Make a film from a recording, or show a step of it."),
         "play": ("play", "Make a page that steps through one run, or two."),
         "plot": ("plot", "Draw a run: batches, the KV pool, each request."),
-        "sandbox": ("sandbox_command", "Play with a scheduler in the browser."),
+        "sandbox": ("sandbox", "Play with a scheduler in the browser."),
         "learn": ("learn", "Make the course on how a scheduler works."),
     },
     "Plan hardware and settings": {
@@ -57,8 +58,6 @@ def command_named(name: str) -> Any:
     module = import_module(f"pointsman.cli.{_MODULES[name]}")
     made = getattr(module, "app", None)
     if made is None:
-        from pointsman.cli.typer_app import plain_typer
-
         made = plain_typer()
         made.command(name)(getattr(module, name))
     command = get_command(made)
@@ -88,12 +87,7 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name, summary) for name, (_, summary) in commands.items()], col_max=12)
 
 
-app = typer.Typer(
-    cls=Commands,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"max_content_width": 120},
-)
+app = plain_typer(cls=Commands, add_completion=True)
 
 
 @app.callback(invoke_without_command=True)

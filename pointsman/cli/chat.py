@@ -18,12 +18,12 @@ import httpx2
 
 from pointsman.cli.display import one_line, printable
 from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.server_client import DEFAULT_URL, LOOPBACK, key_headers, server_url
 
 PROMPT = "> "
 TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
 """Timeouts in seconds. The read timeout is long, because a request may wait in the queue before its first token; Ctrl-C
 stops the wait."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ENDS = {
     "length": "the completion reached its maximum number of tokens",
     "deadline": "the server's deadline has passed",
@@ -229,17 +229,10 @@ def _make_client(url: str, api_key: str | None) -> httpx2.Client:
         CommandError: the address or the key cannot be used.
     """
     try:
-        base = httpx2.URL(url.rstrip("/").removesuffix("/v1"))
+        base = httpx2.URL(server_url(url))
     except httpx2.InvalidURL as error:
-        raise CommandError(f"--url is {url!r}: {error}; write for example http://127.0.0.1:8000") from None
-    if base.scheme not in ("http", "https") or not base.host:
-        raise CommandError(f"--url is {url!r}, not an HTTP address; write for example http://127.0.0.1:8000")
-    headers = {}
-    if api_key:
-        if not (api_key.isascii() and api_key.isprintable()):
-            raise CommandError("the API key holds characters other than printable ASCII; check --api-key")
-        headers["Authorization"] = f"Bearer {api_key}"
-    # A proxy from the environment could not reach a server on this machine.
+        raise CommandError(f"--url is {url!r}: {error}; write for example {DEFAULT_URL}") from None
+    headers = key_headers(api_key)
     return httpx2.Client(base_url=base, headers=headers, timeout=TIMEOUT, trust_env=base.host not in LOOPBACK)
 
 

@@ -19,7 +19,8 @@ from pointsman.cli.display import choose_display, one_line
 from pointsman.cli.errors import EXIT_FAILED, EXIT_TERMINATED, CommandError, log_to_stderr, not_installed
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
-from pointsman.cli.serve import API_KEY_VARIABLE, serve_settings
+from pointsman.cli.serve import serve_settings
+from pointsman.cli.server_client import API_KEY_VARIABLE
 from pointsman.cli.typer_app import plain_typer
 from pointsman.cli.workload import (
     Sampling,

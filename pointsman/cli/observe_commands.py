@@ -10,7 +10,7 @@ import typer
 from pointsman.cli import options, vllm
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.local_page import serve_page
-from pointsman.cli.server_client import get_json, get_text
+from pointsman.cli.server_client import get_object, get_text, page_url
 from pointsman.cli.typer_app import plain_typer
 
 app = plain_typer()
@@ -50,10 +50,10 @@ def explain(
         return vllm.explain(socket, request, limit, as_json=as_json)
     if limit < 1:
         raise CommandError(f"--limit is {limit}; it must be at least 1")
-    query = {} if request is None else {"id": request}
-    requests: list[dict[str, Any]] = get_json(url, "/v1/requests", query, operator_key)["data"]
+    page = page_url(url, "/v1/requests", None if request is None else {"id": request})
+    requests: list[dict[str, Any]] = get_object(page, "data", operator_key)["data"]
     if request is not None and not requests:  # the engine's id, or the id of one choice
-        requests = [get_json(url, f"/v1/requests/{request}", {}, operator_key)]
+        requests = [get_object(page_url(url, f"/v1/requests/{request}"), "state", operator_key)]
     answer = {"counts": _counts(requests), "requests": requests[:limit] if request is None else requests}
     return vllm.show_requests(answer, request, limit, as_json=as_json)
 
@@ -67,7 +67,7 @@ def metrics(url: ServerUrl = None, socket: OptionalSocket = None, operator_key: 
     if socket is not None:
         _check_one_server(socket, url=url, operator_key=operator_key)
         return vllm.metrics(socket)
-    print(get_text(url, "/metrics", {}, operator_key), end="")
+    print(get_text(page_url(url, "/metrics"), operator_key), end="")
     return EXIT_OK
 
 
@@ -87,7 +87,8 @@ def live(
 
         _check_one_server(socket, url=url)
         return serve_page(live_server(socket), open_page=open_page)
-    page = get_text(url, "/live", {}, None, only_address=True)
+    page = page_url(url, "/live")
+    get_text(page)  # an error if no server answers
     print(page)
     if open_page:
         webbrowser.open(page)

@@ -6,10 +6,14 @@ import io
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Annotated
 
-from pointsman.cli.commands import change_commands, serve_command, vllm_command
+import typer
+
+from pointsman.cli.command_lines import change_commands, serve_command, vllm_command
 from pointsman.cli.errors import CommandError
 from pointsman.cli.film import broken_films, film_recording, is_film
+from pointsman.cli.local_page import serve_page
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.observe.film_format import Op
 from pointsman.web.film import Film
@@ -23,6 +27,22 @@ MODEL = "MODEL"
 """Placeholder for a model in the command lines: the sandbox has none."""
 _SIZES = ("num_blocks", "num_reserved_blocks", "block_size", "max_model_len")
 _NAMES = tuple(field.name for field in fields(SchedulerConfig) if field.name not in _SIZES)
+
+
+def sandbox(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="A film or a recording, whose requests and settings are the start."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of the page.", show_default="a free one")] = 0,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+) -> int:
+    """Play with a scheduler in the browser: add requests, change settings, step and undo.
+
+    The real scheduler decides. The command prints the address of the page, which only this machine can open; Ctrl-C
+    ends it.
+    """
+    return serve_page(open_sandbox(file, port), open_page=open_page)
 
 
 def open_sandbox(file: str | None, port: int) -> LocalServer:

@@ -1,9 +1,8 @@
 """Settings of `pointsman serve`: computes the settings of engine and server from the options.
 
 A value comes from the command line, otherwise from the configuration file, otherwise from the preset, otherwise from
-the
-default of the engine or the server. Secrets come only from the command line, a file of their own, or the environment;
-nothing else comes from the environment.
+the default of the engine or the server. Secrets come only from the command line, a file of their own, or the
+environment; nothing else comes from the environment.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from pointsman.cli import options
 from pointsman.cli.config_file import read_config
 from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import engine_arguments, size
+from pointsman.cli.server_client import API_KEY_VARIABLE, OPERATOR_KEY_VARIABLE
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.files import MAX_MESSAGE, MAX_SETTINGS, MAX_WRITTEN, read_input, shown
 from pointsman.server.config import ServerConfig, is_key
 from pointsman.server.service.heartbeat import MIN_TIMEOUT
 
-API_KEY_VARIABLE = "POINTSMAN_API_KEY"
-OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
 KEY_FILES = {"API": "api_key_file", "operator": "operator_key_file"}
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
 """Options that a configuration file may set, except secrets."""

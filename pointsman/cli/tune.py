@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
-from pointsman.cli.commands import serve_command, vllm_command
+from pointsman.cli.command_lines import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console

@@ -49,7 +49,12 @@ def test_the_live_page_gets_the_film_of_a_running_scheduler(tmp_path: Path) -> N
     [
         (["--socket", "nowhere"], "there is no socket nowhere"),
         (["--socket", "s", "--url", "http://127.0.0.1:1"], "--url belongs to a pointsman serve; leave one out"),
-        (["--url", "127.0.0.1:1"], "--url is '127.0.0.1:1'; it must begin with http://"),
+        (
+            ["--url", "127.0.0.1:1"],
+            "--url is '127.0.0.1:1', not an HTTP address; write for example http://127.0.0.1:8000",
+        ),
+        (["--url", "http://[bad"], "--url is 'http://[bad', not an HTTP address"),
+        (["--url", "http://127.0.0.1:99999"], "--url is 'http://127.0.0.1:99999', not an HTTP address"),
         (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 ([Errno 111] Connection refused)"),
     ],
 )

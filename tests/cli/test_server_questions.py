@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -74,3 +75,32 @@ def test_questions_that_a_server_refuses_are_errors(pointsman: Run, url: str) ->
     assert both.code == 2 and "--url belongs to a pointsman serve" in both.err
     limit = pointsman("explain", "--url", url, "--limit", "0")
     assert limit.code == 2 and "--limit is 0; it must be at least 1" in limit.err
+
+
+@pytest.mark.parametrize("body", [b'{"object": "list"}', b"[]", b"<html>"])
+def test_another_server_at_the_url_is_named(pointsman: Run, body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        done = pointsman("explain", "--url", url)
+        thread.join()
+    assert done.code == 1 and f"{url}/v1/requests is no page of pointsman serve; check --url" in done.err
+
+
+def test_a_key_that_no_header_can_have_is_refused(pointsman: Run) -> None:
+    done = pointsman("explain", "--operator-key", "a\nb")
+    assert done.code == 2 and "the key has characters other than printable ASCII" in done.err
+
+
+def test_a_server_on_this_machine_is_asked_without_a_proxy(
+    pointsman: Run, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert pointsman("live", "--url", url).code == 0

@@ -16,7 +16,7 @@ from _environment import python_in
 from _router_process import READINESS
 
 from pointsman.cli.app import command_named
-from pointsman.cli.serve import OPERATOR_KEY_VARIABLE
+from pointsman.cli.server_client import OPERATOR_KEY_VARIABLE
 from pointsman.server.serve import SECONDS_TO_REPORT
 
 ROOT = Path(__file__).parents[2]
