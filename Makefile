@@ -9,6 +9,8 @@ WORKERS ?= 2
 TORCH_INDEX ?=
 # Tests of the drop-in run real vLLM, in an environment of its own; `make test VLLM=` does without, and skips them.
 VLLM ?= 1
+# The port of `make serve`.
+PORT ?= 8000
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -45,7 +47,7 @@ BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 .PHONY: help install serve demo docs docs-serve test test-all lint kernels weights vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
 
 help:
-	@echo "make serve     serve a small model that answers questions (or the demo model) on port 8000, and print a curl"
+	@echo "make serve     serve a small model that answers questions (or the demo model) on PORT (8000), and print a curl"
 	@echo "make demo      run the demo model on built-in prompts"
 	@echo "make test      format, lint, types, a fixed choice of tests in their short form"
 	@echo "make test-all  format, lint, types, every test in its long form, with random seeds of today; a part of it:"
@@ -70,7 +72,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 serve: $(INSTALLED)
 	@$(BIN)/pointsman models get smollm2 --optional
-	$(BIN)/pointsman serve
+	$(BIN)/pointsman serve --port $(PORT)
 
 demo: $(INSTALLED)
 	$(BIN)/pointsman generate

@@ -51,7 +51,7 @@ def _code(words: str) -> str:
 
 
 def _linked(docstring: str) -> str:
-    """The docstring in one line, with a link for each page that it names as `docs/FOLDER/PAGE.md#section`."""
+    """The docstring in one line, with a link for each page that it names as `docs/*/*.md#section`."""
 
     def link(found: re.Match[str]) -> str:
         page, section = found[1], found[2] or ""

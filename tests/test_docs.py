@@ -187,6 +187,18 @@ def test_every_file_name_and_link_of_a_document_exists(path: Path) -> None:
     assert not missing, f"{path.relative_to(ROOT)} names missing files: {', '.join(sorted(missing))}"
 
 
+def test_every_page_that_the_code_names_exists() -> None:
+    named = {
+        (page, path.relative_to(ROOT).as_posix())
+        for folder in ("pointsman", "scripts", "examples", "benchmarks", "dashboards")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".js", ".html", ".md", ".yaml", ".json"}
+        for page in re.findall(r"(?<![\w/])docs/[\w/]+\.md", path.read_text())
+    }
+    assert len(named) > 10
+    assert not {one for one in named if not (ROOT / one[0]).exists()}
+
+
 def test_file_names_are_found_in_documentation_text() -> None:
     assert files_named("see `core/config.py` and `tests/property/`, not run.jsonl, a.b or `/v1/`") == {
         "core/config.py",
@@ -359,7 +371,7 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
     )
     assert dry.returncode == 0, dry.stderr
     *_, installs, serves = dry.stdout.splitlines()
-    assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve")
+    assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve --port 8000")
 
 
 def test_the_table_of_knobs_matches_their_declarations() -> None:

@@ -28,7 +28,7 @@ import os
 import sys
 from typing import NoReturn
 
-from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, CommandError
+from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, CommandError, missing_library
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -45,7 +45,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
-        _fail(f"the command line needs {error.name}; install it with: pip install 'pointsman[cli]'")
+        _fail(missing_library("the command line", error.name, "cli"))
     try:
         code = app(args=args, prog_name="pointsman", standalone_mode=False)
     except CommandError as error:

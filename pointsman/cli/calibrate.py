@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pointsman.cli.errors import EXIT_OK, CommandError, check_writable
+from pointsman.cli.errors import EXIT_OK, CommandError, check_writable, missing_library
 
 if TYPE_CHECKING:
     from pointsman.sim.calibrate import Calibration
@@ -158,7 +158,7 @@ def calibrate(
     try:
         import scipy  # noqa: F401  before the log is read
     except ModuleNotFoundError:
-        raise CommandError("calibrate needs scipy; install it with: pip install 'pointsman[sim]'") from None
+        raise CommandError(missing_library("calibrate", "scipy", "sim")) from None
     from pointsman.sim.calibrate import calibrate as fit
     from pointsman.sim.errors import SimulationError
     from pointsman.sim.profile import EngineSettings

@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
-from pointsman.cli.errors import CommandError
+from pointsman.cli.errors import CommandError, missing_library
 from pointsman.cli.options import SIZES
 from pointsman.cli.scheduler_options import NUMBERS_OR_WORDS
 from pointsman.cli.vllm_options import explanation
@@ -49,7 +49,7 @@ def read_config(path: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     try:
         import yaml
     except ModuleNotFoundError:
-        raise CommandError("--config needs PyYAML; install it with: pip install 'pointsman[server]'") from None
+        raise CommandError(missing_library("--config", "PyYAML", "server")) from None
     try:
         text = read_input(path, MAX_WRITTEN).decode("utf-8")
     except OSError as error:

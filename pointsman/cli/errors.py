@@ -51,7 +51,12 @@ def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Excep
     itself."""
     if (error.name or "").startswith("pointsman"):
         return error
-    return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")
+    return CommandError(missing_library(command, error.name, extra))
+
+
+def missing_library(what: str, library: str | None, extra: str) -> str:
+    """The message of an error: something needs a library, which comes with an extra of this package."""
+    return f"{what} needs {library}; pip install 'pointsman[{extra}]', or in a checkout: pip install '.[{extra}]'"
 
 
 def log_to_stderr(*, verbose: bool = False) -> None:

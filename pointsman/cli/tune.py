@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
 from pointsman.cli.command_lines import serve_command, vllm_command
-from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError, missing_library
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
@@ -66,7 +66,7 @@ def run_tune(
     try:
         import optuna  # noqa: F401  before time is spent
     except ModuleNotFoundError:
-        raise CommandError("tune needs optuna; install it with: pip install 'pointsman[sim]'") from None
+        raise CommandError(missing_library("tune", "optuna", "sim")) from None
     low, high = replica_range(replicas, options)
     targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
     speed = options.get("rate", 1.0)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, missing_library
 from pointsman.cli.options import one_model
 from pointsman.cli.typer_app import plain_typer
 from pointsman.core import SchedulerStats
@@ -448,7 +448,7 @@ def compare(
     try:
         import scipy  # noqa: F401  before the recording is read
     except ModuleNotFoundError:
-        raise CommandError("vllm compare needs scipy; install it with: pip install 'pointsman[sim]'") from None
+        raise CommandError(missing_library("vllm compare", "scipy", "sim")) from None
     from pointsman.cli import compare as comparison
 
     return comparison.compare(

@@ -217,7 +217,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "fully-sharded-loras lora-target-modules default-mm-loras specialize-active-lora enable-mixed-moe-lora-format "
         "enable-moe-shared-loras",
         "is for LoRA adapters, which only vLLM runs; here give --model a model with the adapter merged into it, or run "
-        "vLLM with this scheduler (docs/vllm.md)",
+        "vLLM with this scheduler (docs/guides/run_inside_vllm.md)",
     ),
     (
         "limit-mm-per-prompt enable-mm-embeds media-io-kwargs mm-processor-kwargs mm-processor-cache-gb "
@@ -228,7 +228,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "mm-device-do-normalize disable-chunked-mm-input allowed-local-media-path allowed-media-domains "
         "trust-request-mm-kwargs ec-transfer-config ec-manager-config",
         "is for images, audio and video, which only vLLM takes; here requests are text: leave it out, or run vLLM with "
-        "this scheduler (docs/vllm.md)",
+        "this scheduler (docs/guides/run_inside_vllm.md)",
     ),
     ("language-model-only", "runs only the text part of a model with images; here requests are text anyway"),
     ("enable-prompt-embeds", "lets clients of vLLM send embeddings as a prompt; here a prompt is text or token ids"),
@@ -389,7 +389,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("fingerprint-mode fingerprint-value", "sets system_fingerprint in vLLM's responses; responses here have none"),
     (
         "enable-tokenizer-info-endpoint tokens-only enable-scale-out enable-offline-docs disable-fastapi-docs",
-        "adds or removes endpoints of vLLM; the endpoints here are fixed: docs/serving.md lists them",
+        "adds or removes endpoints of vLLM; the endpoints here are fixed: docs/reference/http_api.md lists them",
     ),
     ("enable-server-load-tracking", "adds /load to vLLM; here /metrics has the running and the waiting requests"),
     ("enable-flash-late-interaction", "is for scores of late interaction, which this server does not compute"),
@@ -405,7 +405,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "ssl-keyfile ssl-certfile ssl-ca-certs enable-ssl-refresh ssl-cert-reqs ssl-ciphers",
-        "gives vLLM's server TLS; here a proxy in front of the server does TLS (docs/operating.md)",
+        "gives vLLM's server TLS; here a proxy in front of the server does TLS (docs/guides/secure_a_server.md)",
     ),
     ("uds", "lets vLLM listen on a Unix socket; here give --host and --port; 127.0.0.1 is for this machine only"),
     ("grpc grpc-port", "makes vLLM serve gRPC; here the server speaks HTTP only"),
@@ -438,7 +438,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "show-hidden-metrics-for-version kv-cache-metrics kv-cache-metrics-sample custom-histogram-buckets "
         "cudagraph-metrics enable-mfu-metrics per-request-spec-decode-metrics",
-        "chooses further metrics of vLLM; the metrics here are fixed: docs/metrics.md lists them",
+        "chooses further metrics of vLLM; the metrics here are fixed: docs/reference/metrics.md lists them",
     ),
     (
         "otlp-traces-endpoint collect-detailed-traces enable-layerwise-nvtx-tracing enable-logging-iteration-details "

@@ -960,7 +960,7 @@ class Scheduler:
         to the pool; no blocks while the request has no row.
 
         Raises:
-            UnknownRequest: no such request, or an output has reported it finished.
+            UnknownRequest: no unfinished request has this id.
         """
         row = self._table.require(request_id).row
         if row is None:
@@ -972,7 +972,7 @@ class Scheduler:
         row.
 
         Raises:
-            UnknownRequest: no such request, or an output has reported it finished.
+            UnknownRequest: no unfinished request has this id.
         """
         row = self._table.require(request_id).row
         return [] if row is None else self._drafts.of_row(row)

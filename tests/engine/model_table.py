@@ -9,27 +9,28 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
+from tests.engine.tiny_models import FAMILIES, REFUSED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
 
 def exact_table() -> str:
-    """The table of configurations whose tokens are tested, with the number of engine settings for each."""
-    lines = ["| configuration | `model_type` | what is special about it | verdict |", "| --- | --- | --- | --- |"]
-    for name, family in FAMILIES.items():
-        tested = "exact, in every setting" if name in THOROUGH else "exact"
-        lines.append(f"| {name} | `{family.model_type}` | {family.features or 'plain'} | {tested} |")
-    return "\n".join(lines)
+    """The table of configurations whose tokens are tested: the model types by the features of their attention."""
+    types: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        types.setdefault(family.features or "plain", []).append(f"`{family.model_type}`")
+    lines = ["| attention | `model_type` |", "| --- | --- |"]
+    return "\n".join(lines + [f"| {features} | {', '.join(names)} |" for features, names in types.items()])
 
 
 def refused_table() -> str:
-    """The table of configurations that are tested to be refused, with the reasons."""
-    lines = ["| configuration | `model_type` | what it has | refused because |", "| --- | --- | --- | --- |"]
-    for name, refusal in REFUSED.items():
+    """The table of configurations that are tested to be refused: the model types by the reason."""
+    types: dict[str, list[str]] = {}
+    for refusal in REFUSED.values():
         family = refusal.family
-        lines.append(f"| {name} | `{family.model_type}` | {family.features} | {refusal.reason} |")
-    return "\n".join(lines)
+        types.setdefault(refusal.reason, []).append(f"`{family.model_type}` ({family.features})")
+    lines = ["| refused because | `model_type` |", "| --- | --- |"]
+    return "\n".join(lines + [f"| {reason} | {', '.join(names)} |" for reason, names in types.items()])
 
 
 def with_tables(document: str) -> str:

@@ -45,7 +45,7 @@ def test_example_own_engine_generates_and_shares_prefixes() -> None:
 
 def test_example_replays_a_recording_and_explains_a_waiting_request() -> None:
     lines = run("replay_recording.py").splitlines()
-    assert "r2 waits for 1 more KV block: the KV cache is full. Held by r0 (3), r1 (3)." in lines[0]
+    assert "r2 waits for 1 more KV block: too few KV blocks are free. Held by r0 (3), r1 (3)." in lines[0]
     assert lines[-1] == "12 steps replayed without a difference"
 
 

@@ -60,7 +60,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     check_types(environment)
     failed = environment.command("--help")
     assert failed.returncode == 2
-    assert failed.stderr.endswith("install it with: pip install 'pointsman[cli]'\n")
+    assert failed.stderr.endswith("pip install 'pointsman[cli]', or in a checkout: pip install '.[cli]'\n")
 
     environment.borrow(SITE_PACKAGES)
     assert environment.python(WHERE).startswith(f"imported from {environment.path.resolve()}")

@@ -335,7 +335,7 @@ CAUSES: dict[Reason, Cause] = {
     Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _holders_of_blocks),
     Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _holders_of_blocks),
     Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _holders_of_sequence_slots),
-    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _holders_of_blocks),
+    Reason.BLOCKS: Cause(_BLOCKS, "too few KV blocks are free", _holders_of_blocks),
     Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _holders_of_sequence_slots),
     Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _holders_of_budget),
     Reason.PREEMPTION: Cause(

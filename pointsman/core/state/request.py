@@ -552,6 +552,8 @@ class Request(Sealed, _RequestFields):
     ) -> Self:
         # Arguments of the usual type and in range skip their checks: a simulator makes many requests.
         checks = _Checks(request_id)
+        if not isinstance(request_id, str):
+            checks.refuse(f"its id is of type {type(request_id).__name__}; give a string")
         is_usual = (
             type(max_tokens) is type(min_tokens) is type(priority) is int
             and 0 <= max_tokens <= MAX_INT

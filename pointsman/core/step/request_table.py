@@ -130,7 +130,8 @@ class RequestTable:
         if request_id in self.requests:
             name = self.requests[request_id].status.name
             raise DuplicateRequest(
-                f"request id {request_id!r} is in use ({name}); an id is free once an output has reported it finished"
+                f"request id {request_id!r} is in use ({name}); an id is free once an output has reported it finished: "
+                "schedule and update once more, or give another id"
             )
 
     # ------------------------------------------------------------------ into the queue, and parked

@@ -99,21 +99,21 @@ TIME_TO_FIRST_TOKEN = Definition(
     "vllm:time_to_first_token_seconds",
     "histogram",
     "seconds",
-    "From a request's arrival to its first token, as the API process sees them.",
+    "From a request's arrival to its first token, at the API process.",
     buckets=TIME_TO_FIRST_TOKEN_BUCKETS,
 )
 INTER_TOKEN_LATENCY = Definition(
     "vllm:inter_token_latency_seconds",
     "histogram",
     "seconds",
-    "From one token of a request to its next, as the API process sees them. Tokens that come together share the time.",
+    "From one token of a request to its next, at the API process. Tokens that come together share the time.",
     buckets=INTER_TOKEN_BUCKETS,
 )
 TIME_PER_OUTPUT_TOKEN = Definition(
     "vllm:request_time_per_output_token_seconds",
     "histogram",
     "seconds",
-    "A request's mean time per token after its first; only of requests with at least two.",
+    "A request's mean time per token after its first.",
     buckets=INTER_TOKEN_BUCKETS,
 )
 E2E_LATENCY = Definition(
@@ -127,14 +127,14 @@ QUEUE_TIME = Definition(
     "vllm:request_queue_time_seconds",
     "histogram",
     "seconds",
-    "From a request's arrival to the first step it was part of, or to its end if it never was.",
+    "From a request's arrival to its first step, or to its end without a step.",
     buckets=REQUEST_LATENCY_BUCKETS,
 )
 PREFILL_TIME = Definition(
     "vllm:request_prefill_time_seconds",
     "histogram",
     "seconds",
-    "From the first step a request was part of to its first token.",
+    "From a request's first step to its first token.",
     buckets=REQUEST_LATENCY_BUCKETS,
 )
 DECODE_TIME = Definition(
@@ -148,7 +148,7 @@ INFERENCE_TIME = Definition(
     "vllm:request_inference_time_seconds",
     "histogram",
     "seconds",
-    "From the first step a request was part of to its end: prefill and decode, preemptions in between included.",
+    "From a request's first step to its end, preemptions included.",
     buckets=REQUEST_LATENCY_BUCKETS,
 )
 PROMPT_TOKENS = Definition(
@@ -161,7 +161,7 @@ PREFILL_COMPUTED_TOKENS = Definition(
     "vllm:request_prefill_kv_computed_tokens",
     "histogram",
     "tokens",
-    "Prompt tokens of an ended request that were not found in the prefix cache.",
+    "Prompt tokens of an ended request that were not in the prefix cache.",
 )
 MAX_GENERATION_TOKENS = Definition(
     "vllm:request_max_num_generation_tokens",
@@ -183,15 +183,14 @@ NUM_PREEMPTIONS = Definition(
     "vllm:request_num_preemptions",
     "histogram",
     "preemptions",
-    "Preemptions of a request, counted as vllm:num_preemptions_total. The first bucket includes requests without "
-    "preemptions.",
+    "Preemptions of a request, as vllm:num_preemptions_total counts them.",
     buckets=NUM_PREEMPTIONS_BUCKETS,
 )
 ITERATION_TOKENS = Definition(
     "vllm:iteration_tokens_total",
     "histogram",
     "tokens",
-    "Tokens that a step computed, of prompts and of outputs.",
+    "Tokens that a step computed.",
     buckets=ITERATION_TOKENS_BUCKETS,
 )
 SCHEDULER_STEP = Definition(
@@ -233,7 +232,7 @@ ADMISSION_REJECTIONS = Definition(
     "vllm:admission_rejections_total",
     "counter",
     "requests",
-    "Requests that were refused because too many requests, or too many prompt tokens, were waiting.",
+    "Requests refused because too many requests or prompt tokens were waiting.",
     "reason",
 )
 OPEN_STREAMS = Definition(
@@ -251,28 +250,28 @@ TENANT_PROMPT_TOKENS = Definition(
     "pointsman:tenant_prompt_tokens_total",
     "counter",
     "tokens",
-    "vllm:prompt_tokens_total by tenant, as the API process sees it.",
+    "vllm:prompt_tokens_total by tenant.",
     "tenant",
 )
 TENANT_GENERATION_TOKENS = Definition(
     "pointsman:tenant_generation_tokens_total",
     "counter",
     "tokens",
-    "vllm:generation_tokens_total by tenant, as the API process sees it.",
+    "vllm:generation_tokens_total by tenant.",
     "tenant",
 )
 TENANT_OPEN_REQUESTS = Definition(
     "pointsman:tenant_open_requests",
     "gauge",
     "requests",
-    "Requests of a tenant that have not finished; each of n samples is one.",
+    "Unfinished requests of a tenant; each of n samples is one.",
     "tenant",
 )
 TENANT_UNSTARTED_REQUESTS = Definition(
     "pointsman:tenant_unstarted_requests",
     "gauge",
     "requests",
-    "Requests of a tenant that have not finished and have no first token.",
+    "Unfinished requests of a tenant without a first token.",
     "tenant",
 )
 TENANT_METRICS = (TENANT_PROMPT_TOKENS, TENANT_GENERATION_TOKENS, TENANT_OPEN_REQUESTS, TENANT_UNSTARTED_REQUESTS)
@@ -282,7 +281,7 @@ STAGE_HELD = Definition(
     "pointsman:stage_held",
     "gauge",
     "the stage's",
-    "The amount that all tenants together hold at a stage, in the unit of that stage.",
+    "The amount that all tenants together hold at a stage.",
     "stage",
 )
 STAGE_ROOM = Definition(
@@ -314,29 +313,27 @@ ENGINE_RESTARTS = Definition(
     "pointsman:engine_restarts_total",
     "counter",
     "restarts",
-    "Times that the engine was restarted after a death or a failed start.",
+    "Restarts of the engine after a death or a failed start.",
 )
 ENGINE_HANGS = Definition(
     "pointsman:engine_hangs_total",
     "counter",
     "deaths",
-    "Times that the engine gave no sign of life for longer than --engine-timeout, and was ended.",
+    "Times that the engine was ended because of --engine-timeout.",
 )
 REQUESTS_RESUMED = Definition(
     "pointsman:requests_resumed_total",
     "counter",
     "requests",
-    "Requests of the engine that were resumed after it died, in another or in the restarted engine.",
+    "Requests that were resumed after the engine died.",
 )
 STATS_AGE = Definition(
     "pointsman:stats_age_seconds",
     "gauge",
     "seconds",
-    "Age of the engine's values. If it is longer than a step, the engine is dead or in a long step.",
+    "Age of the engine's values. It grows while the engine is dead or in a long step.",
 )
 CACHE_CONFIG_INFO = Definition(
     "vllm:cache_config_info", "gauge", "always 1", "The configuration of the KV cache, as labels."
 )
-ENGINE_INFO = Definition(
-    "pointsman:engine_info", "gauge", "always 1", "The model that is served and the knobs in force, as labels."
-)
+ENGINE_INFO = Definition("pointsman:engine_info", "gauge", "always 1", "The served model and its settings, as labels.")

@@ -212,7 +212,7 @@ def test_holders_of_blocks_are_sorted_by_table_length() -> None:
         (Holder("large", 4), Holder("small", 2)),
         2,
     )
-    assert told.sentence == "head waits for 3 more KV blocks: the KV cache is full. Held by large (4), small (2)."
+    assert told.sentence == "head waits for 3 more KV blocks: too few KV blocks are free. Held by large (4), small (2)."
 
 
 def test_holders_of_sequence_slots_are_in_admission_order() -> None:

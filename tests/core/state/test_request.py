@@ -173,3 +173,8 @@ def test_a_long_output_keeps_all_its_tokens() -> None:
 def test_a_single_stop_token_is_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(RequestRefused, match=r"are 7; give a list of token ids, such as \[7\]"):
         Request("a", [1], arrival_time=0.0, max_tokens=1, **{name: 7})
+
+
+def test_an_id_that_is_no_string_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="request 5 refused: its id is of type int; give a string"):
+        Request(5, [1, 2], arrival_time=0.0, max_tokens=1)  # type: ignore[arg-type]
