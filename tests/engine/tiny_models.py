@@ -159,7 +159,7 @@ FAMILIES: dict[str, Family] = {
     "arcee": Family("arcee", ""),
     "biogpt": Family("biogpt", "learned positions with an offset"),
     "bitnet": Family("bitnet", "norm after attention"),
-    "cohere": Family("cohere", "attention beside the MLP", {"logit_scale": 1.0}),
+    "cohere": Family("cohere", "attention and MLP in parallel", {"logit_scale": 1.0}),
     "cohere2": Family(
         "cohere2", "sliding window on part of the layers, no RoPE on the others", {**SOME_SLIDE, "logit_scale": 1.0}
     ),
@@ -180,7 +180,7 @@ FAMILIES: dict[str, Family] = {
     "glm4-moe": Family("glm4_moe", "RoPE on part of a head, experts", {**EXPERTS, **HEAD16, "n_routed_experts": 4}),
     "glm4-moe-lite": Family("glm4_moe_lite", "latent attention, experts", DEEPSEEK),
     "gpt_bigcode": Family("gpt_bigcode", "learned positions, one KV head"),
-    "gpt_neox": Family("gpt_neox", "RoPE on part of a head, attention beside the MLP", {"rotary_pct": 0.5}),
+    "gpt_neox": Family("gpt_neox", "RoPE on part of a head, attention and MLP in parallel", {"rotary_pct": 0.5}),
     "granite": Family("granite", "scale of its own", {"attention_multiplier": 0.4}),
     "granitemoe": Family("granitemoe", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granitemoeshared": Family("granitemoeshared", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -216,7 +216,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family("olmoe", "norms of queries and keys, experts", {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": Family("opt", "learned positions with an offset", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
     "persimmon": Family("persimmon", "RoPE on part of a head, norms of queries and keys"),
-    "phi": Family("phi", "RoPE on part of a head, attention beside the MLP", {"hidden_size": 64}),
+    "phi": Family("phi", "RoPE on part of a head, attention and MLP in parallel", {"hidden_size": 64}),
     "phi3": Family("phi3", "fused projection, sliding window", SLIDES),
     "phimoe": Family("phimoe", "experts", {"num_local_experts": 4, "sliding_window": None}),
     "qwen2-moe": Family("qwen2_moe", "experts", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
