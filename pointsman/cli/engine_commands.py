@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pointsman.cli import options
@@ -32,6 +32,7 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import BackgroundFile, Recorder
 from pointsman.engine.interruption import exit_on_signals
+from pointsman.engine.kernels.ahead import kernels_compiled_ahead
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.named import SERVED, default_served_model
 
@@ -117,7 +118,8 @@ def serve(
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
-            import_module(name)  # `run` would report a missing library only after loading the model
+            if find_spec(name) is None:  # `run` would report a missing library only after loading the model
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise not_installed("serve", error, "server") from None
@@ -226,11 +228,11 @@ def _load_engine(*, model: str, **arguments: Any) -> Engine:
     logging.getLogger("pointsman").info("loading the model %s", one_line(model))
     wait_briefly()
     try:
-        from pointsman.engine import Engine
+        with exit_on_signals({signal.SIGTERM: EXIT_TERMINATED}), kernels_compiled_ahead(arguments):
+            from pointsman.engine import Engine
+
+            return Engine(model, **arguments)
     except ModuleNotFoundError as error:
         raise not_installed("generate", error, "engine") from None
-    try:
-        with exit_on_signals({signal.SIGTERM: EXIT_TERMINATED}):
-            return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None

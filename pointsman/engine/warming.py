@@ -35,6 +35,7 @@ from pointsman.engine.params.requests import to_request
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.engine.pausing import Pausing
+from pointsman.engine.sampling.sampler import import_draw_rows
 from pointsman.engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
             rehearsal.add_plain()
             rehearsal.run(drafts=bool(engine.scheduler.config.num_draft_tokens))
             is_plain = False
+            _compile_race(engine)
             rehearsal.add_others()
             rehearsal.run()
             rehearsal.add_structured(grammar)
@@ -84,6 +86,14 @@ def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
         return_freed_pages()
     grammar.result()
     logger.info("warmed up in %.1f s", time.monotonic() - started)
+
+
+def _compile_race(engine: Engine) -> None:
+    """Compile the kernel that draws tokens, if the engine uses it, or wait until another process has compiled it."""
+    if engine.loaded.model.device.type == "cpu" and import_draw_rows() is not None:
+        from pointsman.engine.sampling.race_kernels import compile_race
+
+        compile_race()
 
 
 class _Rehearsal:

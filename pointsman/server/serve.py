@@ -23,12 +23,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import first_line
 from pointsman.engine.interruption import exit_on_signals
+from pointsman.engine.kernels.ahead import kernels_compiled_ahead
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.stats import DEFAULT_INTERVAL
@@ -114,16 +116,18 @@ def run(
 
     import uvloop
 
-    from pointsman.server.api.app import create_app
-
     connections = Connections(num_connections, per_address=config.max_connections_per_address)
     wait_briefly()  # for the engine process, which inherits it: idle threads should sleep, not spin
-    with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        listening(config) as sock,
+        kernels_compiled_ahead(options),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         # The event loop handles signals later, but does not run yet.
         with exit_on_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
             name, options = options.get("model"), with_model_found(options)
         shares = share_out(options, data_parallel_size, record)
-        server = _Serving(options, config, sock, connections, create_app, str(name or "demo"))
+        server = _Serving(options, config, sock, connections, str(name or "demo"))
 
         def start_engine(index: int, num_restarts: int, tokenizer: Any = None) -> Awaitable[EngineClient]:
             share = shares[index]
@@ -255,11 +259,9 @@ class _Serving:
         config: ServerConfig,
         sock: socket.socket,
         connections: Connections,
-        create_app: Callable[[EngineFleet, ServerConfig, Connections], FastAPI],
         model_name: str,
     ) -> None:
         self._model_name = model_name
-        self._create_app = create_app
         self._client: EngineFleet | None = None
         self._options = options
         self._config = config
@@ -281,6 +283,8 @@ class _Serving:
 
     async def _start_and_serve(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> int:
         starting = asyncio.get_running_loop().create_task(self._start(start, warm_up))
+        app_module = asyncio.to_thread(import_module, "pointsman.server.api.app")  # a second, while the model is loaded
+        importing = asyncio.get_running_loop().create_task(app_module)
         await self._wait_for_first(starting, self._stop.wait())
         if not starting.done():
             starting.cancel()
@@ -288,7 +292,8 @@ class _Serving:
             return EXIT_OK
         client = self._client = starting.result()
         try:
-            return await self._serve(client, self._create_app(client, self._config, self._connections))
+            create_app = (await importing).create_app
+            return await self._serve(client, create_app(client, self._config, self._connections))
         finally:
             await client.shutdown()
 

@@ -29,7 +29,7 @@ from pointsman.cli.vllm import METRICS
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, vllm_parent
 from tests.test_docs import VLLM, blocks, commands
 
-MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
+MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/tmp/pointsman.sock"
 """The path in the documents."""
 COMMANDS = [
     *dict.fromkeys(

@@ -17,7 +17,7 @@ KEYS = {"api_keys": ("one", "two"), "api_key_names": ("alice", "bob")}
 
 
 def row(stage: Stage) -> str:
-    option = "" if stage.option is None else f"`{stage.option}`"
+    option = "none" if stage.option is None else f"`{stage.option}`"
     refusal = "none" if stage.status is None else f"{stage.status}, `{stage.reason}`"
     cells = (f"`{stage.name}`", stage.unit, stage.meaning, stage.bound, option, stage.bounded_by, refusal)
     return f"| {' | '.join(cells)} |"

@@ -7,6 +7,7 @@ hardly more memory than the model's weights. The system can drop pages of the ma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from pointsman.engine.gguf.config import (
     architecture_of,
 )
 from pointsman.engine.gguf.reader import GGUFFile, GGUFTensor
+from pointsman.engine.machine import num_cores
 from pointsman.files import shown
 
 NOT_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
@@ -59,7 +61,9 @@ def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, T
                 f"{tensor.file}: the tensor {shown(name)} is no weight of a model of type {config.model_type}; give "
                 "the model's directory in the Hugging Face format"
             )
-    return {place: _dequantised(gguf, gguf.tensors[name], config, dtype) for name, place in places.items()}
+    with ThreadPoolExecutor(num_cores()) as threads:  # NumPy releases the interpreter's lock
+        weights = threads.map(lambda name: _dequantised(gguf, gguf.tensors[name], config, dtype), places)
+        return dict(zip(places.values(), weights, strict=True))
 
 
 def check_types(gguf: GGUFFile) -> None:

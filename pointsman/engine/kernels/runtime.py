@@ -32,7 +32,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
 from pointsman.engine.arrays import Int64Array
-from pointsman.engine.kernels.disk_cache import keep_on_disk
+from pointsman.engine.kernels.disk_cache import keep_on_disk, one_process
 from pointsman.engine.machine import num_cores
 from pointsman.engine.pulse import SECONDS_TO_COMPILE, beat
 from pointsman.engine.threads import openmp_library
@@ -253,7 +253,8 @@ def _compile(body: Callable[[Any], None]) -> Any:
     """Compile a kernel, or load its compiled code from disk."""
     function = CFunc(body, sigutils.normalize_signature(SIGNATURE), {}, {"error_model": "numpy", "fastmath": FAST})
     keep_on_disk(function, body)
-    function.compile()
+    with one_process(function):
+        function.compile()
     return function
 
 

@@ -8,8 +8,9 @@ larger operations (`fused_layers.py`). Trials find the parts of a model that can
 2. The model runs once, on a small mixed batch, and the inputs of every part are recorded.
 3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded inputs and
    variations that a real model may produce (`variations`): much larger inputs, inputs with another mean, later
-   positions. If all outputs match, the replacement is put in the part's place. If an output differs, the part stays:
-   its code contains an operation that the replacement lacks, such as a clamp or a scale by position.
+   positions. Of parts of the same kind only the first runs on the variations (`kind_of`). If all outputs match, the
+   replacement is put in the part's place. If an output differs, the part stays: its code contains an operation that
+   the replacement lacks, such as a clamp or a scale by position.
 
 So a part is replaced only after its replacement has been tested. Afterwards the self-check of the whole model runs once
 more.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -206,12 +207,13 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
         options.clear()
         calls = _record_calls(model, parts, called, step.forward)
         replaced: set[int] = set()
+        found: dict[Hashable, int] = {}
         for part in _pop_in_order(parts):
             call = calls.pop(part.module, None)
             if call is None or id(part.parent) in replaced:
                 continue
             with step.use_exact_pool():
-                replacement = replacement_for(part, call, kernels)
+                replacement = replacement_for(part, call, kernels, found)
             if replacement is not None:
                 replaced.update(id(module) for module in part.module.modules())
                 setattr(part.parent, part.name, replacement)
@@ -331,10 +333,17 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # --------------------------------------------------------------------------------------------------------- trying
 
 
-def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module | None:
+def replacement_for(
+    part: Part, call: Call, kernels: LayerKernels, found: MutableMapping[Hashable, int]
+) -> nn.Module | None:
     """The first replacement whose outputs match the outputs of the part for all inputs; None: no replacement
-    matches."""
-    module = part.module
+    matches.
+
+    Args:
+        found: for each kind of part, the index of the candidate that replaced the first such part. A later part of the
+            kind tries this candidate first, with its recorded call alone; the first part tried the variations.
+    """
+    module, kind = part.module, kind_of(part)
     with torch.inference_mode():
         if is_fused_layer(module):  # the layer's parts stay the same, so there is no new rounding
             exact, inputs = module, [call]
@@ -345,10 +354,24 @@ def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module 
             except Exception as error:  # the part may contain any code, and can stay unchanged
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
-        for index, build in enumerate(candidates_for(exact, part.options, kernels)):
-            if (replacement := _matching_replacement(build, exact, inputs)) is not None:
+        builders = candidates_for(exact, part.options, kernels)
+        trials = [(index, inputs) for index in range(len(builders))]
+        if found.get(kind, len(builders)) < len(builders):
+            trials.insert(0, (found[kind], inputs[:1]))
+        for index, calls in trials:
+            if (replacement := _matching_replacement(builders[index], exact, calls)) is not None:
+                found.setdefault(kind, index)
                 return replacement if exact is module else candidates_for(module, part.options, kernels)[index]()
     return None
+
+
+def kind_of(part: Part) -> Hashable:
+    """Equal for parts of the same class with the same settings and shapes, such as the MLPs of a model's layers. The
+    settings are the module's own numbers, words and flags, without the index of its layer."""
+    values = vars(part.module).items()
+    settings = tuple((name, one) for name, one in values if isinstance(one, (bool, int, float, str)))
+    shapes = tuple((name, tuple(one.shape)) for name, one in part.module.named_parameters())
+    return type(part.module), tuple(one for one in settings if one[0] != "layer_idx"), shapes
 
 
 def _matching_replacement(build: Builder, exact: nn.Module, inputs: list[Call]) -> nn.Module | None:

@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit
 
 from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
-from pointsman.engine.kernels.disk_cache import keep_on_disk
+from pointsman.engine.kernels.disk_cache import keep_on_disk, one_process
 from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
 _STEP = np.uint64(TOKEN_STEP)
@@ -183,3 +183,11 @@ def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -
 @njit(nogil=True, inline="always")
 def _bucket(bits: np.uint32) -> np.int64:
     return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # the mask is for NaNs, which have further bits
+
+
+def compile_race() -> None:
+    """Compile `draw_rows`, or load its compiled code from disk; otherwise its first call does."""
+    logits = np.zeros((1, 2), dtype=np.float32)
+    number, share = np.zeros(1, dtype=np.int64), np.ones(1)
+    with one_process(draw_rows):
+        draw_rows(logits, logits + 1, number, share, share, np.zeros(1, dtype=np.uint64), number.copy())

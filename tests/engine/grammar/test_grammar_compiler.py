@@ -21,7 +21,7 @@ from pointsman.core import Request
 from pointsman.engine import GrammarError, SamplingParams, StructuredOutputsParams
 from pointsman.engine.grammar import compiler as grammar_compiler
 from pointsman.engine.grammar import process as grammar_process
-from pointsman.engine.grammar.compiler import FIRST_SLICE, GrammarCache, GrammarCompiler, GrammarQueueFullError
+from pointsman.engine.grammar.compiler import GrammarCache, GrammarCompiler, GrammarQueueFullError
 from pointsman.engine.grammar.process import CompiledGrammar, GrammarLimits
 from pointsman.engine.params.structured_outputs import GrammarSpec
 from tests.engine.hopeless_grammar import HOPELESS, PATIENCE, is_alive, wait_until
@@ -162,18 +162,15 @@ def slow_schema(number: int) -> dict[str, Any]:
 
 
 def test_each_grammar_that_times_out_delays_others_by_one_slice(make: Callable[..., GrammarCompiler]) -> None:
-    compiler = make()
+    compiler = make(timeout=60.0)
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
     hopeless = [request_with(json=slow_schema(number)) for number in range(6)]
     for request in hopeless:
         compiler.add(request)
-    started = time.monotonic()
     for number in range(4):  # at once, and while the slow ones are compiled
         grammar = outcome(compiler, choice=["yes", f"no{number}"])
         assert isinstance(grammar, CompiledGrammar)
-        # Four slices, with a margin for a busy machine; without slices, also the time limits of the slow ones.
-        assert time.monotonic() - started < 4 * FIRST_SLICE + 5.0
-    assert compiler.num_waiting == 6
+        assert compiler.num_waiting == 6, "without slices, slow ones would reach their time limit first"
     for request in hopeless:
         compiler.forget(request)
 
