@@ -21,9 +21,15 @@ def page() -> str:
     parts = [
         "<!-- Written by scripts/write_command_line.py: change the commands instead. -->\n",
         "# Command line\n",
-        "Each command prints this text with `--help`. Exit codes: 0 success; 1 the command failed; 2 an option or\n"
-        "a file is wrong; 3 there is no answer within the targets; 130 interrupted; 143 ended by SIGTERM while a\n"
-        "model loads.\n",
+        "Each command prints its text below with `--help`.\n",
+        "| exit code | meaning |\n"
+        "| --- | --- |\n"
+        "| 0 | The command succeeded. |\n"
+        "| 1 | The command failed. |\n"
+        "| 2 | An option or a file is wrong. |\n"
+        "| 3 | Nothing meets the targets; for `vllm check`: unknown. |\n"
+        "| 130 | The command was interrupted. |\n"
+        "| 143 | SIGTERM ended the command while a model was loaded. |\n",
         "`pointsman --install-completion` installs completion for bash, zsh or fish.\n",
     ]
     for title, commands in COMMANDS.items():

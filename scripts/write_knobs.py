@@ -26,7 +26,7 @@ def table() -> str:
     """The table, a row for each knob with an option, in the order of the declarations."""
     texts = field_docstrings(SchedulerConfig)
     rows = [(f"`{flag(name)}`", _code(served_default(name)) or "none", _linked(texts[name])) for name in OPTIONS]
-    lines = [("option", "default", "what it does, and when to move it"), ("---", "---", "---"), *rows]
+    lines = [("option", "default", "what it does, and when to change it"), ("---", "---", "---"), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
 
 

@@ -60,22 +60,23 @@ Train = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Fit to the N requests that finish first and predict the others [default: half of them, at most 300].",
+        help="Fit to the N requests that finish first, and predict the others [default: half of all, at most 300].",
     ),
 ]
-MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="Value of the log's engine.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(metavar="N", help="Value of the log's engine.")]
+MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="Setting of the log's engine.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(metavar="N", help="Setting of the log's engine.")]
 NumBlocks = Annotated[
     int | None,
     typer.Option(
         metavar="N",
         help="KV blocks, as the engine reported them [default: estimated from --model and --device; without these, "
-        "never short].",
+        "blocks never run out].",
     ),
 ]
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a KV block.")]
 MaxModelLen = Annotated[
-    int | None, typer.Option(metavar="N", help="Maximum tokens of a request [default: the longest of the log].")
+    int | None,
+    typer.Option(metavar="N", help="Maximum tokens of a request [default: those of the longest in the log]."),
 ]
 AsyncScheduling = Annotated[
     bool, typer.Option(help="Whether the engine scheduled a step while the step before it ran, as vLLM does.")
@@ -85,13 +86,13 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="Model of the log's engine, as for pointsman simulate: the search also starts at its datasheet times. "
-        "Needs --device.",
+        help="Model of the log's engine, as for pointsman simulate. The fit then also starts from step times that "
+        "follow from datasheets. Needs --device.",
     ),
 ]
 OnDevice = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="The engine's device; pointsman simulate --list shows all."),
+    typer.Option("--device", metavar="NAME", help="Device of the log's engine; see pointsman simulate --list."),
 ]
 TensorParallel = Annotated[int, typer.Option(metavar="N", help="Devices that shared the model.")]
 GpuMemoryUtilization = Annotated[
@@ -108,9 +109,9 @@ AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print one JSON object instead of tables: errors of the held-out requests as fractions (0.01 is 1 %), "
-        "e2e_mape of absolute errors, ttft_mean_error, ttft_p99_error and tpot_mean_error signed "
-        "(predicted / measured - 1).",
+        help="Print one JSON object instead of tables. Errors are those of the held-out requests, as fractions (0.01 "
+        "is 1 %): e2e_mape is a mean of absolute errors; ttft_mean_error, ttft_p99_error and tpot_mean_error are "
+        "signed (predicted / measured - 1).",
     ),
 ]
 
@@ -149,9 +150,9 @@ def calibrate(
 ) -> int:
     """Fit step times to a log of a running engine, and report how well they predict.
 
-    Settings are those of the engine that wrote the log; defaults are vLLM's, with chunked prefill, full-sequence
+    Give the settings of the engine that wrote the log. The defaults are vLLM's, with chunked prefill, full-sequence
     admission and first come, first served. Prompts are assumed to be distinct, so the prefix cache finds nothing.
-    TTFT is first token - queued, E2E last token - queued, TPOT (E2E - TTFT) / (output tokens - 1).
+    TTFT is first token - queued, E2E is last token - queued, and TPOT is (E2E - TTFT) / (output tokens - 1).
 
     Exit code 0: fitted; 2: the log or an option is wrong.
     """

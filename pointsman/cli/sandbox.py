@@ -32,10 +32,12 @@ _NAMES = tuple(field.name for field in fields(SchedulerConfig) if field.name not
 def sandbox(
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="A film or a recording, whose requests and settings are the start."),
+        typer.Argument(
+            metavar="FILE", help="A film or a recording, with whose requests and settings the sandbox starts."
+        ),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the page.", show_default="a free one")] = 0,
-    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> int:
     """Play with a scheduler in the browser: add requests, change settings, step and undo.
 

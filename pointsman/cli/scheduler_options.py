@@ -20,10 +20,10 @@ OPTIONS = {name: knob.option for name, knob in scheduler_knobs().items() if knob
 NUMBERS_OR_WORDS = frozenset(name for name in OPTIONS if (knob := scheduler_knobs()[name]).words and int in knob.kinds)
 """Options whose value is an integer or a word."""
 SERVED_DEFAULTS: Mapping[str, str] = {
-    "num_blocks": "at most 1 GiB; on a GPU by --gpu-memory-utilization",
+    "num_blocks": "at most 1 GiB on a CPU; on a GPU what --gpu-memory-utilization leaves",
     "max_model_len": "the model's",
-    "max_steps_in_flight": "1; on a GPU 2 without drafts",
-    "token_limits": "none; of serve: prefill-gap, none turns it off",
+    "max_steps_in_flight": "1; 2 on a GPU without drafts",
+    "token_limits": "none; for pointsman serve: prefill-gap, which the value none turns off",
 }
 """Defaults of `pointsman generate` and `serve` in words, for knobs whose default is not one number for each device."""
 
@@ -45,7 +45,7 @@ def served_default(name: str) -> str:
         return SERVED_DEFAULTS[name]
     default = default_in_words(name)
     cpu, gpu = (str(defaults.get(name, default)) for defaults in (SCHEDULER_DEFAULTS, GPU_DEFAULTS))
-    return cpu if cpu == gpu else f"{cpu}; on a GPU {gpu}"
+    return cpu if cpu == gpu else f"{cpu} on a CPU, {gpu} on a GPU"
 
 
 def default_in_words(name: str) -> str:

@@ -31,10 +31,10 @@ def simulate(
     list_names: sim.ListNames = False,
     **values: Any,
 ) -> int:
-    """Simulate requests on a model and a device: latencies, throughput and load, in seconds.
+    """Simulate requests on a model and a device, and print latencies, throughput and load.
 
-    The scheduler is the real one, under a virtual clock. Without options a built-in example runs. Ctrl-C prints the
-    report so far.
+    The scheduler is the real one, under a virtual clock, so a simulation usually takes seconds. Without options a
+    built-in example runs. Ctrl-C prints the report so far.
     """
     from pointsman.cli.simulate import run_simulation
     from pointsman.cli.simulation import names
@@ -86,10 +86,11 @@ def capacity(
     list_names: sim.ListNames = False,
     **values: Any,
 ) -> int:
-    """Find how many requests a second or users a service handles within its targets, or how many replicas it needs.
+    """Find how many requests a second, or users, a service handles within its targets, or how many replicas it needs.
 
     Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
-    thinks before the next request, and the number of users is found. Without targets: TTFT within 2 s.
+    thinks before the next request, and the number of users is found. Without a target option, the target is a TTFT
+    within 2 s.
 
     Exit code 0: found; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """
@@ -124,10 +125,10 @@ def tune(
     list_names: sim.ListNames = False,
     **values: Any,
 ) -> int:
-    """Find the scheduler's settings with the highest goodput: requests a second within the targets.
+    """Find the scheduler's settings with the highest goodput: requests per second within the targets.
 
-    Settings are chosen on one part of the workload and judged on another, beside the defaults of vLLM. Knobs that are
-    given keep their value, all others are searched. Without targets: TTFT within 2 s.
+    Settings are chosen on one part of the workload, and compared with the defaults of vLLM on another part. Settings
+    that are given are kept, all others are searched. Without a target option, the target is a TTFT within 2 s.
 
     Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """

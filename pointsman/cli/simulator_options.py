@@ -26,7 +26,7 @@ ARRIVING: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="PROCESS",
-            help="Generated arrivals, a second: poisson:4, constant:4, gamma:4,2 or bursts:4,10 [default: poisson:4].",
+            help="Generated arrivals per second: poisson:4, constant:4, gamma:4,2 or bursts:4,10 [default: poisson:4].",
         ),
     ],
     "prompt_tokens": Annotated[
@@ -43,9 +43,11 @@ ARRIVING: dict[str, Any] = {
     ],
     "sessions": Annotated[
         int | None,
-        typer.Option(help="Number of conversations, instead of single requests; each prompt extends the last one."),
+        typer.Option(help="Number of conversations, instead of single requests; each prompt extends the one before."),
     ],
-    "turns": Annotated[str | None, typer.Option(metavar="DIST", help="Requests of a session [default: uniform:2,8].")],
+    "turns": Annotated[
+        str | None, typer.Option(metavar="DIST", help="Number of requests of a session [default: uniform:2,8].")
+    ],
     "new_tokens": Annotated[
         str | None,
         typer.Option(metavar="DIST", help="Tokens that each later prompt of a session adds [default: lognormal:60,1]."),
@@ -59,14 +61,14 @@ ARRIVING: dict[str, Any] = {
     "retention": Annotated[
         float | None,
         typer.Option(
-            help="Retention in seconds of the prefixes of a session's requests, except the last one; with --eviction "
-            "retention [default: none]."
+            help="Seconds for which the prefix of each request of a session, except the last, is retained; needs "
+            "--eviction retention [default: none]."
         ),
     ],
     "users": Annotated[
         int | None,
         typer.Option(
-            help="A closed loop: number of users, each with at most one request at a time; for capacity, the number "
+            help="Number of users, each with at most one request at a time (a closed loop). For capacity: the number "
             "that a range of replicas must serve."
         ),
     ],
@@ -78,7 +80,7 @@ SIMULATED: dict[str, Any] = {
         float | None,
         typer.Option(help="Factor by which arrivals are sped up: 2 is twice as fast as the trace [default: 1]."),
     ],
-    "limit": Annotated[int | None, typer.Option(help="Number of requests from the start of the trace.")],
+    "limit": Annotated[int | None, typer.Option(help="Number of requests, from the start of the trace.")],
     "requests": Annotated[int | None, typer.Option(help="Number of generated requests [default: 1000].")],
 }
 """Workload options of `pointsman simulate`, in addition to `ARRIVING`."""
@@ -88,12 +90,13 @@ SERVED_BY: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A built-in shape, a directory or config.json, or a name in the Hugging Face cache; --list "
+            help="A built-in shape (see --list), a directory or config.json, or a name in the Hugging Face cache "
             "[default: Llama-3.1-8B].",
         ),
     ],
     "device": Annotated[
-        str | None, typer.Option(metavar="NAME", help="A built-in device, or cpu: this one; --list [default: h100].")
+        str | None,
+        typer.Option(metavar="NAME", help="A built-in device (see --list), or cpu for this machine [default: h100]."),
     ],
     "profile": Annotated[
         str | None,
@@ -173,7 +176,9 @@ TUNED: dict[str, Any] = {
     ],
     "e2e_p99": Annotated[
         str | None,
-        typer.Option("--e2e-p99", "--e2e-target", metavar="TIME", help="Maximum time to the last token for 99 %."),
+        typer.Option(
+            "--e2e-p99", "--e2e-target", metavar="TIME", help="Maximum time to the last token for 99 % of the requests."
+        ),
     ],
 }
 """Options of `pointsman tune` for the workload and the targets."""
@@ -181,7 +186,8 @@ TUNED: dict[str, Any] = {
 SimulatedPreset = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Scheduler settings to start from; --list. Options that are given override them."
+        metavar="NAME",
+        help="Scheduler settings to start from (see --list); options that are given override them.",
     ),
 ]
 Replicas = Annotated[int, typer.Option(help="Replicas of the model, each with its own scheduler.")]
@@ -189,49 +195,58 @@ ReplicaRange = Annotated[
     str,
     typer.Option(
         metavar="N|LOW-HIGH",
-        help="Replicas for which to find the highest rate or number of users; a range (1-16): find the minimum.",
+        help="Number of replicas whose highest rate or number of users is found; of a range (1-16), the smallest "
+        "sufficient number is found.",
     ),
 ]
 WantedRate = Annotated[
     float | None,
-    typer.Option(help="With a range of replicas: requests a second to serve [default: those of the workload]."),
+    typer.Option(help="With a range of replicas: requests a second to serve [default: the workload's rate]."),
 ]
 Share = Annotated[float, typer.Option(help="Share of the requests that must meet all targets.")]
 ProbeRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests of each probe, from the start of the workload; for users, generated: at least ten each "
-        "[default: 2000 a replica, max 10000]."
+        help="Requests of each probe, from the start of the workload; with generated users, at least ten per user "
+        "[default: 2000 per replica, at most 10000]."
     ),
 ]
 TunedReplicas = Annotated[
     str,
-    typer.Option(metavar="N|LOW-HIGH", help="Replicas; a range like 1-4 is searched, by goodput a replica."),
+    typer.Option(
+        metavar="N|LOW-HIGH",
+        help="Number of replicas; in a range like 1-4, the one with the highest goodput per replica is found.",
+    ),
 ]
 PartRequests = Annotated[
     int,
-    typer.Option(help="Requests of the part for choosing settings, and of the part for judging them."),
+    typer.Option(help="Number of requests in the part that chooses settings, and in the part that judges them."),
 ]
-Trials = Annotated[int, typer.Option(help="Settings to try, before the neighbours of the best ones.")]
+Trials = Annotated[int, typer.Option(help="Number of settings to try, before the neighbours of the best settings.")]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Processes that simulate; the result does not depend on their number [default: one a core]."),
+    typer.Option(help="Number of processes that simulate; the result does not depend on it [default: one per core]."),
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="Simulate on a Ray cluster, host:port, auto or local."),
+    typer.Option("--ray", metavar="ADDRESS", help="Simulate on a Ray cluster: host:port, auto or local."),
 ]
-Tolerance = Annotated[float, typer.Option(help="Relative width of the answer's bracket.")]
-PricePerHour = Annotated[float | None, typer.Option(help="Price of one replica for an hour, for the price of tokens.")]
+Tolerance = Annotated[float, typer.Option(help="The search ends when its lower and upper bound differ by this share.")]
+PricePerHour = Annotated[
+    float | None, typer.Option(help="Price of one replica per hour, to compute the price of tokens.")
+]
 AsJsonObject = Annotated[bool, typer.Option("--json", help="Print one line with one JSON object.")]
 HtmlFile = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.")]
 Seeds = Annotated[
-    int, typer.Option(help="Number of seeds, from --seed on: figures are means, with intervals over the seeds.")
+    int,
+    typer.Option(help="Number of seeds, from --seed on; figures are means over them, with intervals."),
 ]
 ScenarioName = Annotated[
     str | None,
     typer.Option(
-        "--scenario", metavar="NAME", help="Test a claim about schedulers instead; --list, docs/how_it_works/claims.md."
+        "--scenario",
+        metavar="NAME",
+        help="Test a claim about schedulers instead (see --list, and docs/how_it_works/claims.md).",
     ),
 ]
 PerfettoFile = Annotated[

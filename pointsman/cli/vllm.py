@@ -317,12 +317,12 @@ def check(
     context: typer.Context,
     model_argument: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="As vllm serve takes it; its weights are not loaded."),
+        typer.Argument(metavar="[MODEL]", help="The model, as for vllm serve; its weights are not loaded."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model, in place of the argument.")] = None,
     log: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Log of a vLLM with these options, for the number of requests that fit."),
+        typer.Option(metavar="FILE", help="Log of a vLLM with these options, to show how many requests fit."),
     ] = None,
 ) -> int:
     """Check whether the installed vLLM can serve a model with this scheduler, and how the model keeps its KV.
@@ -354,7 +354,10 @@ def interface(
         typer.Option(metavar="DIR", help="Folder of unpacked sources of vLLM [default: the installed one]."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also list unknown assumptions, and missing parts that are not needed.")
+        bool,
+        typer.Option(
+            "--all", help="Also list assumptions that cannot be checked, and missing parts that are not needed."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> int:
@@ -363,7 +366,7 @@ def interface(
     vLLM is not imported. An assumption is a name that is imported, an attribute or method of one of vLLM's objects, the
     arguments of a call, a field of an object that is constructed, or a call of vLLM to a scheduler.
 
-    Exit code 0: all hold; 1: some do not; 2: there is no vLLM.
+    Exit code 0: all assumptions hold; 1: some do not; 2: there is no vLLM.
     """
     from pointsman.integrations.vllm.interface import NoVLLM, examine
 
@@ -420,7 +423,7 @@ def compare(
         str, typer.Argument(metavar="RECORDING", help="File of pointsman.integrations.vllm.Observer, finished or not.")
     ],
     ttft_target: Annotated[
-        str | None, typer.Option(metavar="TIME", help="For the goodput: time to first token, like 500ms.")
+        str | None, typer.Option(metavar="TIME", help="For the goodput: maximum time to the first token, like 500ms.")
     ] = None,
     itl_target: Annotated[
         str | None,
@@ -434,14 +437,16 @@ def compare(
             "repeated.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N requests [default: all].")] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Simulate only the first N requests [default: all].")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> int:
     """Simulate the traffic of a vLLM with other settings, and compare with what vLLM did.
 
     The recording comes from vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Observer. Its requests are
-    simulated with the step times of the recording itself: first with vLLM's own settings and decisions, which checks
-    the model against the measurement, then with other settings on the same server.
+    simulated with the step times of the recording itself: first with vLLM's own settings and decisions, to compare the
+    simulation with the measurement, then with other settings.
 
     Exit code 0: compared; 2: the recording or an option is wrong, or the simulator lacks something of the server.
     """

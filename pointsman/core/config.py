@@ -36,10 +36,10 @@ class SchedulerConfig(metaclass=Documented):
     """
 
     num_blocks: Annotated[int, AtLeast(1), Option(_POOL, "KV blocks in the pool")]
-    """Number of KV blocks in the pool; their ids are 0 to num_blocks - 1. `--kv-cache-bytes` sets the size of the pool
-    in bytes instead."""
+    """Number of KV blocks in the pool, with ids from 0 to `num_blocks` - 1. `--kv-cache-bytes` sets the size of the
+    pool in bytes instead."""
     block_size: Annotated[int, AtLeast(1), Option(_POOL, "Tokens per KV block")] = 16
-    """Tokens per KV block. Smaller blocks waste less at the ends of requests and share shorter prefixes; larger blocks
+    """Tokens per KV block. With smaller blocks, requests waste less memory and share shorter prefixes. Larger blocks
     are faster to address."""
     max_model_len: Annotated[int, AtLeast(1), Option(_POOL, "Maximum tokens of a sequence, prompt and output")]
     """Maximum length of a sequence, prompt and output together, in tokens. Lower it to bound the blocks that one
@@ -69,16 +69,17 @@ class SchedulerConfig(metaclass=Documented):
             first=(32, 128, 512),
         ),
     ] = 256
-    """Maximum number of requests in a step (sequence slots); hosts size their buffers for this number. Raise it when
-    requests wait for `sequence_limit` and the pool has free blocks; lower it when running requests are preempted."""
+    """Maximum number of requests in a step (sequence slots). Hosts size their buffers for this number. Raise it when
+    requests wait with the reason `sequence_limit` and the pool has free blocks. Lower it when running requests are
+    preempted."""
     max_num_active_seqs: Annotated[
         int | None,
         AtLeast(1),
-        Option(_STEPS, "Maximum number of requests that run at once, if lower", default="--max-num-seqs"),
+        Option(_STEPS, "Lower maximum of requests that run at once", default="--max-num-seqs"),
     ] = None
-    """Maximum number of requests that run (hold blocks) at the same time; None: `max_num_seqs`. At most `max_num_seqs`,
-    as every running request is in every step, except under "prefill-first". The only limit that can change while
-    requests run (`Scheduler.set_max_num_active_seqs`)."""
+    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. It may exceed `max_num_seqs`
+    only under `batching` "prefill-first". It is the only limit that can change while requests run
+    (`Scheduler.set_max_num_active_seqs`)."""
     max_num_batched_tokens: Annotated[
         int,
         AtLeast(1),
@@ -89,60 +90,62 @@ class SchedulerConfig(metaclass=Documented):
             first=(512, 1024, 2048, 8192),
         ),
     ] = 8192
-    """Token budget: maximum number of tokens that one step computes, over all requests, at least `max_num_seqs`. Raise
-    it for throughput; lower it when the gaps between tokens are uneven although they are below the target of
-    `--token-limit`."""
+    """Token budget: maximum number of tokens that one step computes; at least `max_num_seqs`. Raise it for throughput.
+    Lower it to even out gaps between tokens that are below the target of `--token-limit`, which does not act on
+    them."""
     enable_chunked_prefill: Annotated[
         bool, Option(_STEPS, "Whether a prompt may be computed over several steps", default="enabled")
     ] = True
-    """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached tokens fit one
-    step, and a prompt longer than the budget is refused. A resumed request may always be chunked."""
+    """Whether a prompt may be computed over several steps. If off, a prompt starts only if all its uncached tokens fit
+    into one step, and a prompt longer than the budget is refused. A resumed request may always be computed in
+    chunks."""
     long_prefill_token_threshold: Annotated[
         int,
         AtLeast(0),
         Option(_STEPS, "Maximum prompt tokens of one request in a step", default="0: no limit"),
         Tried((256, 512, 1024, 2048, 4096, 0), rank=3),
     ] = 0
-    """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for other
-    requests; 0: no limit. A request that is the only one, queued or running, has the whole budget. Set a threshold when
-    single long prompts fill whole steps while other requests wait."""
+    """Maximum number of tokens of one request in a step, so that a long prompt leaves budget for others; 0: no limit.
+    While no other request is queued or running, a request has the whole budget. Set a threshold when single long
+    prompts fill whole steps while other requests wait."""
     long_prefill_token_threshold_adaptive: Annotated[
-        bool, Option(_STEPS, "Whether the threshold is at least a fair share of the budget")
+        bool, Option(_STEPS, "Whether the threshold rises to a fair share of the budget, if larger")
     ] = False
-    """Whether `long_prefill_token_threshold` is at least a fair share of the budget: `max_num_batched_tokens` divided
-    by the number of queued and running requests. A long prompt then slows down only while other requests need the
-    budget."""
+    """Whether `long_prefill_token_threshold` rises to a fair share of the budget, if that is larger:
+    `max_num_batched_tokens` divided by the number of queued and running requests. A long prompt then slows down only
+    while other requests need the budget."""
     max_num_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
         Option(_STEPS, "Maximum number of partial prefills at once", default="no limit"),
         Tried((1, 2, 4, None), rank=4),
     ] = None
-    """Maximum number of concurrent partial prefills: prompts that are computed only in part so far. A request that
-    would exceed this cap is skipped: at most `max_overtakes` (64) shorter requests that fit the step start before it.
-    None: no cap. With a cap above 1 and no `long_prefill_token_threshold`, the threshold is 4 % of `max_model_len`."""
+    """Maximum number of partial prefills: running requests whose prompt is not computed to its end. A request that
+    would exceed this cap is skipped: at most `max_overtakes` (64) shorter requests that fit into the step start before
+    it. None: no cap. With a cap above 1 and no `long_prefill_token_threshold`, the threshold is 4 % of
+    `max_model_len`."""
     max_long_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
         Option(_STEPS, "Maximum number of partial prefills longer than the threshold", default="no limit"),
     ] = None
-    """Maximum number of partial prefills that are longer than `long_prefill_token_threshold`, so that long prompts
+    """Maximum number of partial prefills with more tokens than `long_prefill_token_threshold`, so that long prompts
     leave the remaining partial prefills to shorter prompts. None: no such cap."""
     max_steps_in_flight: Annotated[
         int,
         AtLeast(1),
-        Option(_STEPS, "2: asynchronous, the next step is scheduled while one executes"),
+        Option(_STEPS, "Steps in flight; 2: the next step is scheduled while one executes"),
     ] = 1
-    """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With 2 or more, the host
-    schedules the next step while it still executes the step before it (vLLM's `async_scheduling`). Try 2 where steps
-    are short and there is a second core: `docs/guides/steps_in_flight.md`."""
+    """Maximum number of steps in flight: outputs of `schedule` without their `update`; 1: steps are synchronous. With 2
+    or more, the host schedules the next step while it still executes the step before it (vLLM's `async_scheduling`).
+    Try 2 where steps are short and there is a second core: `docs/guides/steps_in_flight.md`."""
     batching: Annotated[
         Literal["mixed", "prefill-first", "static"],
-        Option(_STEPS, "mixed (continuous), or static for comparison"),
+        Option(_STEPS, "mixed (continuous), or static (for comparison)"),
     ] = "mixed"
-    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills before
-    new prompts; a step without prompts decodes one token for each request. "static": requests are admitted only when no
-    request runs (for comparison)."""
+    """"mixed": requests join and leave the batch at every step. "prefill-first": a step computes only prompts, partial
+    prefills before new prompts; a step without prompts decodes one token for each request. "static": requests are
+    admitted only when no request runs (for comparison)."""
 
     order: Annotated[
         str | Order,
@@ -153,14 +156,14 @@ class SchedulerConfig(metaclass=Documented):
     """Which request is admitted next: a policy name, optionally with parameters ("name:key=value,key=value"), or an
     object with the `Order` protocol; see `docs/reference/policies.md`. "priority": the smallest `priority` first.
     "fcfs-front" and "priority-by-arrival" queue preempted requests as other systems do, see
-    `docs/reference/presets.md`. A server refuses requests with a priority if no policy reads it."""
+    `docs/reference/presets.md`. A server refuses requests with a priority if no policy reads priorities."""
     victim: Annotated[
         str | Victim | None,
         PolicyOf("victim"),
         Option(
             _ADMISSION,
             "Which request is preempted for memory: latest, lowest-priority or another",
-            default="by the order",
+            default="depends on --order",
         ),
         Tried(rank=9, is_for_short_pool=True),
     ] = None
@@ -173,46 +176,46 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=12),
     ] = "lru"
     """Which cached prefix is evicted first: a policy name, optionally with parameters, or an object with the `Eviction`
-    protocol. All except "lru" need the prefix cache. Use "reuse" where many prompts share prefixes, "retention" where
-    clients say how long to keep their prefixes: `docs/reference/policies.md#eviction` has the bounds."""
+    protocol. All except "lru" need the prefix cache. Use "reuse" where many prompts share prefixes, and "retention"
+    where clients say how long to keep theirs: `docs/reference/policies.md#eviction` has the bounds."""
     max_policy_failures: Annotated[
         int,
         AtLeast(1),
         Option(
             _ADMISSION,
-            "Steps in which a policy of another package may fail before the default of its kind replaces it",
+            "Failed steps after which the default replaces a policy of another package",
             is_simulated=False,
         ),
     ] = 3
-    """Number of failed steps of a policy of another package, each fewer than 100 steps after the one before, after
-    which the default policy of the same kind replaces it. A failed step is scheduled again:
+    """Number of failed steps after which the default policy of its kind replaces a policy of another package. After 100
+    steps without a failure the count starts again. A step in which a policy fails is scheduled again:
     `docs/guides/write_a_policy.md#if-your-policy-fails`."""
     preemption_mode: Annotated[
         Literal["recompute", "swap", "cheaper"],
         Option(
             _ADMISSION,
-            "How a preempted request gets evicted KV back: recompute, swap to host memory, or the cheaper of both "
-            "for each request; the last two need --kv-offload-bytes",
+            "How a preempted request gets evicted KV back: recompute, swap (from host memory), or cheaper (the faster "
+            "for each request). swap and cheaper need --kv-offload-bytes",
         ),
     ] = "recompute"
-    """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute":
-    the KV is lost, unless the connector saves all evicted blocks. "swap": the KV is copied to host memory, and back
-    when the request resumes. "cheaper": recompute or swap, whichever is faster for each victim, judged by past step
-    times and copies. The last two need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
-    `docs/reference/policies.md#recompute-or-swap`."""
+    """What happens to the KV of a preempted request if the pool evicts it before the request resumes. "recompute": the
+    KV is lost, unless the connector saves all evicted blocks. "swap": the KV is copied to host memory, and back when
+    the request resumes. "cheaper": "recompute" or "swap", whichever is faster for each victim, judged by past step
+    times and copies. "swap" and "cheaper" need the prefix cache, and a connector with host memory
+    (`--kv-offload-bytes`): `docs/reference/policies.md#recompute-or-swap`."""
     reserves: Annotated[
         tuple[Any, ...],
         PolicyOf("reserve"),
         Option(
             _ADMISSION,
-            "A further memory reserve that admissions leave free, such as bypass:bound=16; may be repeated",
+            "A further reserve of blocks that admissions leave free, such as bypass:bound=16; may be repeated",
             flag="--reserve",
         ),
         Tried(rank=8, is_for_short_pool=True),
     ] = ()
-    """Further reserves that an admission leaves free, beside `full_sequence_must_fit`, `watermark` and
+    """Further reserves that an admission leaves free, in addition to `full_sequence_must_fit`, `watermark` and
     `decode_reserve`: policy names, or `Reserve` objects. The reserves add up. `docs/reference/policies.md#reserves`
-    says which reserve to use when."""
+    says when to use which."""
     token_limits: Annotated[
         tuple[Any, ...],
         PolicyOf("limit"),
@@ -225,45 +228,48 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=11),
     ] = ()
     """Further limits on the tokens of a request or of a step: policy names, or `Limit` objects.
-    `docs/reference/policies.md#limits` lists the limits."""
+    `docs/reference/policies.md#limits` describes each built-in limit."""
     displace: Annotated[
         bool | None,
-        Option(_ADMISSION, "With --order priority: priority preemption for waiting requests", default="displace"),
+        Option(
+            _ADMISSION, "Whether waiting requests preempt less urgent running ones", default="only under order priority"
+        ),
     ] = None
-    """Whether a strictly more urgent waiting request preempts less urgent running requests (priority preemption). None:
-    yes under the order "priority". Under an order without urgency, True is an error."""
+    """Whether a waiting request preempts strictly less urgent running requests (priority preemption). None: only under
+    the order "priority". Under an order without urgency, True is an error."""
     full_sequence_must_fit: Annotated[
         bool,
         Option(
             _ADMISSION,
             "Whether an admission needs blocks for the whole prompt, not only its first chunk",
-            default="whole",
+            default="yes",
         ),
         Tried((True, False), is_ordered=False, is_for_short_pool=True, rank=7),
     ] = True
-    """Whether a request is admitted only if blocks for its whole known sequence are free, not just for its first chunk,
-    beside the blocks that partial prefills still need. If off, more requests are admitted, and more are preempted."""
+    """Whether a request is admitted only if blocks for all its known tokens are free, in addition to the blocks that
+    partial prefills still need. If off, blocks for its first chunk suffice, so more requests are admitted, and more are
+    preempted."""
     watermark: Annotated[
         float,
         ShareOf("the pool"),
         Option(_ADMISSION, "Share of the pool that an admission leaves free"),
         Tried((0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True, rank=5),
     ] = 0.0
-    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while other
-    requests run. 0: no watermark. Raise it against preemptions: 0.01 to 0.1."""
+    """Share of the pool that an admission must leave free while other requests run, rounded down to whole blocks, but
+    at least one block. 0: no watermark. To reduce preemptions, try 0.01 to 0.1."""
     decode_reserve: Annotated[
         int | Literal["mean"],
         AtLeast(0, of="tokens"),
         Option(
             _ADMISSION,
-            "Output tokens for which an admission finds free blocks: a number, or mean (of the last 128 requests)",
+            "Output tokens for which an admission needs free blocks: a number, or mean (of the last 128 requests)",
             metavar="TOKENS",
         ),
         Tried((0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True, rank=6),
     ] = 0
-    """Expected output of a request, in tokens: while any request runs, a request is admitted only if the remaining free
+    """Expected output of a request, in tokens. While others run, a request is admitted only if the remaining free
     blocks hold this output (cut to the request's limits). "mean": the mean output of the last 128 requests that a stop
-    condition ended. 0: no reserve. Raise it against preemptions where outputs are long and of similar length."""
+    condition ended. 0: no reserve. To reduce preemptions, raise it where outputs are long and of similar length."""
 
     num_draft_tokens: Annotated[
         int,
@@ -275,21 +281,21 @@ class SchedulerConfig(metaclass=Documented):
             is_simulated=False,
         ),
     ] = 0
-    """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    no drafts. If the budget is too small for the drafts of every row, all rows verify fewer drafts. Try 4 to 7 where
-    outputs quote their prompts: `docs/guides/speculate.md`."""
+    """Speculation: maximum number of draft tokens that a step verifies for one request, in addition to its next token;
+    0: no drafts. If the budget is too small for all drafts, every row verifies fewer drafts. Try 4 to 7 where outputs
+    quote their prompts: `docs/guides/speculate.md`."""
     draft_table: Annotated[
         tuple[tuple[int, int], ...],
         Option(
             _SPECULATION,
-            "Fewer drafts as more requests run: 16:2,64:0 is 2 from 16 on and 0 from 64 on",
+            "Fewer drafts as more requests run: 16:2,64:0 is 2 drafts from 16 requests on, and 0 from 64 on",
             metavar="RUNNING:DRAFTS,...",
             is_simulated=False,
         ),
     ] = ()
-    """Pairs (running requests, drafts), ascending: with at least this number of running requests, each request has at
-    most this number of drafts. Verification is nearly free in small steps, and costs its full compute in full steps.
-    The option takes `16:2,64:0` for ((16, 2), (64, 0))."""
+    """Pairs (running requests, drafts), in ascending order: while at least that number of requests run, each request
+    has at most that number of drafts. Verification is nearly free in small steps, and costs its full compute in full
+    steps. The option takes `16:2,64:0` for ((16, 2), (64, 0))."""
     pad_first_decodes: bool = False
     """Whether a request whose first step computes a single token also verifies `num_draft_tokens` placeholders
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them. All rows
@@ -299,8 +305,8 @@ class SchedulerConfig(metaclass=Documented):
         Literal["recompute", "fail"],
         Option(_OUTSIDE, "When KV cannot be loaded: recompute it, or fail the request", is_simulated=False),
     ] = "recompute"
-    """With a connector (`--kv-store`): what happens to a request whose KV could not be loaded completely in time.
-    "recompute": the missing tokens are computed. "fail": the request finishes with an error."""
+    """With a connector (`--kv-store`): what happens to a request whose KV was not loaded completely within
+    `kv_load_timeout`. "recompute": the missing tokens are computed. "fail": the request finishes with an error."""
     kv_load_timeout: Annotated[
         float | None,
         Seconds(),

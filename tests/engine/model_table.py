@@ -19,7 +19,7 @@ def exact_table() -> str:
     types: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         types.setdefault(family.features or "plain", []).append(f"`{family.model_type}`")
-    lines = ["| attention | `model_type` |", "| --- | --- |"]
+    lines = ["| attention, and other features | `model_type` |", "| --- | --- |"]
     return "\n".join(lines + [f"| {features} | {', '.join(names)} |" for features, names in types.items()])
 
 
@@ -29,7 +29,7 @@ def refused_table() -> str:
     for refusal in REFUSED.values():
         family = refusal.family
         types.setdefault(refusal.reason, []).append(f"`{family.model_type}` ({family.features})")
-    lines = ["| refused because | `model_type` |", "| --- | --- |"]
+    lines = ["| refused because the model | `model_type` |", "| --- | --- |"]
     return "\n".join(lines + [f"| {reason} | {', '.join(names)} |" for reason, names in types.items()])
 
 

@@ -154,7 +154,9 @@ FAMILIES: dict[str, Family] = {
         "phi3", "RoPE type longrope, prompts above its original length", longrope(8), max_model_len=256, min_prompt=9
     ),
     # Other families.
-    "afmoe": Family("afmoe", "gated, sliding window on part of the layers, experts", {**SOME_SLIDE, **EXPERTS}),
+    "afmoe": Family(
+        "afmoe", "gated attention, sliding window on part of the layers, experts", {**SOME_SLIDE, **EXPERTS}
+    ),
     "apertus": Family("apertus", "norms of queries and keys"),
     "arcee": Family("arcee", ""),
     "biogpt": Family("biogpt", "learned positions with an offset"),
@@ -175,13 +177,13 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family("exaone4", "sliding window on part of the layers, no RoPE on the others", SOME_SLIDE),
     "flex_olmo": Family("flex_olmo", "experts", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gemma": Family("gemma", "", HEAD16),
-    "glm": Family("glm", "RoPE on part of a head", HEAD16),
-    "glm4": Family("glm4", "RoPE on part of a head", HEAD16),
-    "glm4-moe": Family("glm4_moe", "RoPE on part of a head, experts", {**EXPERTS, **HEAD16, "n_routed_experts": 4}),
+    "glm": Family("glm", "RoPE on part of each head", HEAD16),
+    "glm4": Family("glm4", "RoPE on part of each head", HEAD16),
+    "glm4-moe": Family("glm4_moe", "RoPE on part of each head, experts", {**EXPERTS, **HEAD16, "n_routed_experts": 4}),
     "glm4-moe-lite": Family("glm4_moe_lite", "latent attention, experts", DEEPSEEK),
     "gpt_bigcode": Family("gpt_bigcode", "learned positions, one KV head"),
-    "gpt_neox": Family("gpt_neox", "RoPE on part of a head, attention and MLP in parallel", {"rotary_pct": 0.5}),
-    "granite": Family("granite", "scale of its own", {"attention_multiplier": 0.4}),
+    "gpt_neox": Family("gpt_neox", "RoPE on part of each head, attention and MLP in parallel", {"rotary_pct": 0.5}),
+    "granite": Family("granite", "attention scale of its own", {"attention_multiplier": 0.4}),
     "granitemoe": Family("granitemoe", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granitemoeshared": Family("granitemoeshared", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "helium": Family("helium", "", {"head_dim": 12}),
@@ -209,14 +211,14 @@ FAMILIES: dict[str, Family] = {
         {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2},
     ),
     "nanochat": Family("nanochat", "norms of queries and keys"),
-    "nemotron": Family("nemotron", "RoPE on part of a head", HEAD16),
-    "olmo": Family("olmo", "queries, keys and values clipped", {"clip_qkv": 1.0}),
+    "nemotron": Family("nemotron", "RoPE on part of each head", HEAD16),
+    "olmo": Family("olmo", "clipped queries, keys and values", {"clip_qkv": 1.0}),
     "olmo2": Family("olmo2", "norms of queries and keys"),
     "olmo3": Family("olmo3", "norms of queries and keys, sliding window on part of the layers", SOME_SLIDE),
     "olmoe": Family("olmoe", "norms of queries and keys, experts", {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": Family("opt", "learned positions with an offset", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
-    "persimmon": Family("persimmon", "RoPE on part of a head, norms of queries and keys"),
-    "phi": Family("phi", "RoPE on part of a head, attention and MLP in parallel", {"hidden_size": 64}),
+    "persimmon": Family("persimmon", "RoPE on part of each head, norms of queries and keys"),
+    "phi": Family("phi", "RoPE on part of each head, attention and MLP in parallel", {"hidden_size": 64}),
     "phi3": Family("phi3", "fused projection, sliding window", SLIDES),
     "phimoe": Family("phimoe", "experts", {"num_local_experts": 4, "sliding_window": None}),
     "qwen2-moe": Family("qwen2_moe", "experts", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
@@ -224,7 +226,7 @@ FAMILIES: dict[str, Family] = {
     "seed-oss": Family("seed_oss", "biases of queries, keys and values", HEAD16),
     "smollm3": Family("smollm3", "no RoPE on part of the layers", {"no_rope_layers": [1, 0]}),
     "solar-open": Family("solar_open", "experts", {**HEAD16, **EXPERTS, "n_routed_experts": 4}),
-    "stablelm": Family("stablelm", "RoPE on part of a head", {"hidden_size": 64}),
+    "stablelm": Family("stablelm", "RoPE on part of each head", {"hidden_size": 64}),
     "starcoder2": Family("starcoder2", "sliding window", SLIDES),
     "vaultgemma": Family("vaultgemma", "softcap, sliding window on part of the layers", {**HEAD16, **SOME_SLIDE}),
     "youtu": Family("youtu", "latent attention", LATENT),
@@ -234,22 +236,24 @@ THOROUGH = ("qwen3", "gemma2", "gpt2", "gpt-oss", "deepseek-v3")
 """Families that run in every setting; other families run in one setting, which combines all scheduling features."""
 
 NO_INTERFACE = "computes attention on its own, not through transformers' attention interface"
-RECURRENT = "layers with a recurrent state, which paged KV cannot hold"
-LENGTH = "the frequencies depend on the longest sequence of the batch, so requests would change each other"
+RECURRENT = "has layers with a recurrent state, which paged KV cannot hold"
+LENGTH = "has frequencies that depend on the longest sequence of a batch, so requests would change each other's output"
 
 REFUSED: dict[str, Refusal] = {
     "bloom": Refusal(Family("bloom", "ALiBi"), "0 of 2 layers called", NO_INTERFACE),
     "falcon": Refusal(
-        Family("falcon", "fused KV heads, ALiBi in some"), "computes attention in its own classes", NO_INTERFACE
+        Family("falcon", "fused KV heads, ALiBi in some versions"),
+        "computes attention in its own classes",
+        NO_INTERFACE,
     ),
     "mpt": Refusal(Family("mpt", "ALiBi"), "0 of 2 layers called", NO_INTERFACE),
     "gptj": Refusal(
-        Family("gptj", "RoPE on part of a head", {"rotary_dim": 8}),
+        Family("gptj", "RoPE on part of each head", {"rotary_dim": 8}),
         "computes attention in its own classes",
         NO_INTERFACE,
     ),
     "codegen": Refusal(
-        Family("codegen", "RoPE on part of a head", {"rotary_dim": 8}), "0 of 2 layers called", NO_INTERFACE
+        Family("codegen", "RoPE on part of each head", {"rotary_dim": 8}), "0 of 2 layers called", NO_INTERFACE
     ),
     "gpt_neo": Refusal(
         Family("gpt_neo", "local attention", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
@@ -310,7 +314,7 @@ REFUSED: dict[str, Refusal] = {
             },
         ),
         "'longrope': its frequencies depend on the longest sequence in the batch",
-        "scales by the longest sequence of the batch as well, so its frequencies cannot be fixed",
+        "has frequencies and a scale that depend on the longest sequence of a batch, so neither can be fixed",
     ),
     "phimoe-window": Refusal(
         Family("phimoe", "sliding window", {"num_local_experts": 4, **SLIDES}),
@@ -347,7 +351,7 @@ REFUSED: dict[str, Refusal] = {
     "deepseek_v32": Refusal(
         Family("deepseek_v32", "sparse attention", {**DEEPSEEK, "index_n_heads": 2, "index_head_dim": 8}),
         "layers of type indexed_attention",
-        "chooses the tokens it attends to with an index of its own",
+        "chooses the tokens that it attends to with an index of its own",
     ),
     "gemma3n": Refusal(
         Family(
@@ -364,7 +368,7 @@ REFUSED: dict[str, Refusal] = {
             },
         ),
         "layers that use the KV of other layers",
-        "layers that use the KV of other layers, which the pool cannot hold",
+        "has layers that use the KV of other layers, which the pool cannot hold",
     ),
 }
 

@@ -82,8 +82,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:requests_waiting",
             "gauge",
             "requests",
-            "Queued requests by reason: the head by the resource it lacks, the others as behind; not_tried before the "
-            "next step.",
+            "Queued requests by reason. Those that the last step checked have their own reason; the others are behind, "
+            "or, for a new head, not_tried.",
             "reason",
         ),
         _waiting,
@@ -124,8 +124,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:kv_blocks",
             "gauge",
             "blocks",
-            "KV blocks by state: held by requests, cached (free, but with content), retained (cached, and evicted "
-            "last) or blank.",
+            "KV blocks by state: held (by requests), cached (free, with content), retained (cached, evicted last) or "
+            "blank (free, without content).",
             "state",
         ),
         _blocks,
@@ -155,7 +155,12 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
         },
     ),
     (
-        Definition("vllm:prompt_tokens_cached_total", "counter", "tokens", "Prompt tokens that were not computed."),
+        Definition(
+            "vllm:prompt_tokens_cached_total",
+            "counter",
+            "tokens",
+            "Prompt tokens that were cached, and so not computed.",
+        ),
         lambda stats: stats.counters.num_cached_tokens,
     ),
     (
@@ -167,7 +172,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:request_success_total",
             "counter",
             "requests",
-            "Ended requests by reason; each of n samples is one.",
+            "Ended requests by reason; each of n samples counts as one.",
             "finished_reason",
         ),
         lambda stats: {reason: stats.scheduler.finished[reason] for reason in FINISH_REASONS},
@@ -320,7 +325,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     ),
     (
         Definition(
-            "vllm:spec_decode_num_drafts_total", "counter", "drafts", "Times that drafts of a request were verified."
+            "vllm:spec_decode_num_drafts_total", "counter", "drafts", "How often drafts of a request were verified."
         ),
         lambda stats: stats.scheduler.num_drafts,
     ),

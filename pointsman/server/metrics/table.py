@@ -127,7 +127,7 @@ QUEUE_TIME = Definition(
     "vllm:request_queue_time_seconds",
     "histogram",
     "seconds",
-    "From a request's arrival to its first step, or to its end without a step.",
+    "From a request's arrival to its first step, or to its end if it had no step.",
     buckets=REQUEST_LATENCY_BUCKETS,
 )
 PREFILL_TIME = Definition(
@@ -264,7 +264,7 @@ TENANT_OPEN_REQUESTS = Definition(
     "pointsman:tenant_open_requests",
     "gauge",
     "requests",
-    "Unfinished requests of a tenant; each of n samples is one.",
+    "Unfinished requests of a tenant; each of n samples counts as one.",
     "tenant",
 )
 TENANT_UNSTARTED_REQUESTS = Definition(
@@ -319,7 +319,7 @@ ENGINE_HANGS = Definition(
     "pointsman:engine_hangs_total",
     "counter",
     "deaths",
-    "Times that the engine was ended because of --engine-timeout.",
+    "How often the engine was ended because of --engine-timeout.",
 )
 REQUESTS_RESUMED = Definition(
     "pointsman:requests_resumed_total",
