@@ -120,10 +120,10 @@ class SchedulerConfig(metaclass=Documented):
         Option(_STEPS, "Maximum number of partial prefills at once", default="no limit"),
         Tried((1, 2, 4, None), rank=4),
     ] = None
-    """Maximum number of partial prefills: running requests whose prompt is not computed to its end. A request that
-    would exceed this cap is skipped: at most `max_overtakes` (64) shorter requests that fit into the step start before
-    it. None: no cap. With a cap above 1 and no `long_prefill_token_threshold`, the threshold is 4 % of
-    `max_model_len`."""
+    """Maximum number of partial prefills, that is, of running requests whose prompt is only partly computed; None: no
+    cap. A waiting request that would exceed the cap is skipped. Until it starts, at most `max_overtakes` (64) shorter
+    requests may start before it, if their whole prompt fits into the step. If the cap is above 1 and
+    `long_prefill_token_threshold` is not set, that threshold is 4 % of `max_model_len`."""
     max_long_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
