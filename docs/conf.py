@@ -28,7 +28,9 @@ myst_heading_anchors = 4
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
+html_search_scorer = str(Path(__file__).parent / "static" / "search_scorer.js")
 
 nitpicky = True
 nitpick_ignore_regex = [  # types in signatures; a build without a network has no inventories of other projects

@@ -96,3 +96,14 @@ def test_no_page_scrolls_sideways(site: Path, browser: Any, width: int) -> None:
         page.goto((site / f"{name}.html").as_uri())
         sizes = json.loads(page.evaluate("JSON.stringify([document.body.scrollWidth, window.innerWidth])"))
         assert sizes[0] <= sizes[1], name
+
+
+def test_tables_fit_a_desktop_and_no_page_shows_an_error(site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    for path in sorted(site.rglob("*.html")):
+        if path.name in {"course.html", "film.html"} or path.parent.name == "decisions":
+            continue
+        page.goto(path.as_uri())
+        wide = "[...document.querySelectorAll('.table-wrapper')].filter(t => t.scrollWidth > t.clientWidth + 1).length"
+        assert page.evaluate(wide) == 0, f"{path.name} has a table that scrolls sideways"
+        assert "ERROR:" not in page.inner_text("body"), path.name
