@@ -371,7 +371,9 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
     )
     assert dry.returncode == 0, dry.stderr
     *_, installs, serves = dry.stdout.splitlines()
-    assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve --port 8000")
+    assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith(
+        "pointsman serve --port 8000"
+    )
 
 
 def test_the_table_of_knobs_matches_their_declarations() -> None:

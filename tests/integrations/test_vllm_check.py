@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +35,14 @@ def test_check_reports_refusals_even_if_layers_cannot_be_built() -> None:
     done = check("--tensor-parallel-size", 2, "--kv-cache-metrics")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "it will not work" in done.stdout and "--kv-cache-metrics" in done.stdout
+
+
+def test_check_reports_unusable_paths_of_the_socket_and_the_recording(tmp_path: Path) -> None:
+    paths = {"socket": str(tmp_path / "no" / "s"), "record": str(tmp_path / "no" / "r")}
+    done = check("--additional-config", json.dumps({"pointsman": paths}))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"cannot listen on the control socket {paths['socket']}: No such file or directory; choose" in done.stdout
+    assert f"cannot write the recording {paths['record']}: No such file or directory; choose" in done.stdout
+    (tmp_path / "no").mkdir()
+    assert check("--additional-config", json.dumps({"pointsman": paths})).returncode == 0
+    assert list((tmp_path / "no").iterdir()) == []

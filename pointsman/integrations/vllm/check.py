@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
 from pointsman.integrations.vllm.layouts import core_groups
+from pointsman.integrations.vllm.operation import problems_of_paths
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
@@ -337,6 +338,7 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
             check_recording(settings.record)
         except ConfigError as error:
             report.problems.append(str(error))
+    report.problems += problems_of_paths(settings, vllm_config)
     report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
     socket = settings.socket
     report.socket = "no socket" if socket == "" else f"--socket {socket or 'PATH, which vLLM logs at the start'}"
