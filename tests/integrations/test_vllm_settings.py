@@ -80,6 +80,7 @@ def test_knobs_and_presets_are_read_from_additional_config() -> None:
     assert settled({"decode_reserve": "mean"}).decode_reserve == "mean"
     policies = {"order": "priority-by-arrival", "victim": "latest", "eviction": "reuse", "reserves": ["bypass:bound=8"]}
     assert (settled(policies).reserves, settled(policies).eviction) == (("bypass:bound=8",), "reuse")
+    assert settled({"reserves": "growth"}).reserves == ("growth",)
     for absent in ({}, None, {"other": 1}):
         assert read_settings(absent).knobs == {}
     for system in SYSTEMS:
