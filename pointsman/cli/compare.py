@@ -18,6 +18,7 @@ from pointsman.cli.simulate import stdout_console
 from pointsman.cli.simulation import seconds
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.config import scheduler_knobs
+from pointsman.core.errors import did_you_mean
 from pointsman.core.policy.registry import check_policies
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.sim.accuracy import RequestErrors
@@ -143,7 +144,8 @@ def _parse_setting(text: str) -> dict[str, Any]:
             values[last] += f",{name}={value}"  # a further parameter of the policy
         else:
             raise CommandError(
-                f"--setting names {name!r}, which is not a knob of the scheduler; see pointsman serve --help"
+                f"--setting names {name!r}, which is not a knob of the scheduler; {did_you_mean(name, knobs)}see "
+                "pointsman serve --help"
             )
     return values
 

@@ -161,7 +161,10 @@ def test_the_error_names_the_broken_line_of_an_observed_recording(tmp_path: Path
 def test_wrong_compare_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     for given, message in {
         ("--setting", "no_such=1"): "'no_such', which is not a knob",
-        ("--setting", "max_num_seqs=2,reserve=growth"): "'reserve', which is not a knob",
+        (
+            "--setting",
+            "max_num_seqs=2,reserve=growth",
+        ): "'reserve', which is not a knob of the scheduler; did you mean reserves?",
         ("--setting", ""): "--setting is ''",
         ("--setting", "preset=other"): "no preset is called 'other'",
         ("--setting", "reserves=grwth"): "no reserve policy is called 'grwth'; did you mean growth?",

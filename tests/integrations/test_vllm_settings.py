@@ -96,6 +96,10 @@ def test_knobs_and_presets_are_read_from_additional_config() -> None:
         (3, "it must be an object with knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs in --additional-config has no effect: vLLM takes it from --max-num-seqs"),
         ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, .*victim"),
+        (
+            {"reserve": "growth"},
+            "reserve in --additional-config is unknown; did you mean reserves\\? choose from admission",
+        ),
         ({"preset": "high-throughput"}, "preset in --additional-config is 'high-throughput'; choose one of"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         (

@@ -13,13 +13,12 @@ differ from those of built-in policies. `examples/pointsman-lottery` is such a p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError
+from pointsman.core.errors import ConfigError, did_you_mean
 from pointsman.core.knobs import policy_checks
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
@@ -128,9 +127,8 @@ def _parse_spec(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Valu
 def _nearest(kind: str, name: str) -> str:
     """The policies to choose from, beginning with a question if one of them has a name like `name`."""
     names = list(known(kind))
-    near = [_SYNONYMS[name]] if _SYNONYMS.get(name) in names else get_close_matches(name[:80], names, n=1)
-    question = f"did you mean {near[0]}? " if near else ""
-    return f"{question}choose one of {', '.join(names)}"
+    synonym = _SYNONYMS.get(name)
+    return f"{did_you_mean(synonym if synonym in names else name, names)}choose one of {', '.join(names)}"
 
 
 def _check_object(kind: str, policy: Any) -> None:
