@@ -46,3 +46,14 @@ def test_check_reports_unusable_paths_of_the_socket_and_the_recording(tmp_path: 
     (tmp_path / "no").mkdir()
     assert check("--additional-config", json.dumps({"pointsman": paths})).returncode == 0
     assert list((tmp_path / "no").iterdir()) == []
+
+
+def test_check_names_the_rejected_option_and_the_remedy() -> None:
+    done = check("--max-num-sequences", 64)
+    assert done.returncode == 2 and done.stdout == ""
+    message = "pointsman: error: vLLM has no option --max-num-sequences; did you mean --max-num-seqs? vllm serve"
+    assert " ".join(done.stderr.split()).startswith(message), done.stderr
+    done = check("--additional-config", '{"pointsman": {"victim": latest}}')
+    assert done.returncode == 2 and done.stdout == ""
+    message = """--additional-config is '{"pointsman": {"victim": latest}}', which is not JSON (Expecting value at"""
+    assert message in " ".join(done.stderr.split()) and "<function" not in done.stderr, done.stderr

@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.errors import did_you_mean
+from pointsman.files import represented
 from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
 from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.operation import problems_of_paths
@@ -224,13 +227,16 @@ def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = _add_vllm_options(FlexibleArgumentParser(prog="pointsman vllm check"))
-    words = io.StringIO()
+
+    def refuse(message: str) -> NoReturn:
+        raise CannotCheck(_rejection(message, parser._option_string_actions)) from None
+
+    parser.error = refuse
     try:
-        with contextlib.redirect_stderr(words), contextlib.redirect_stdout(words):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             given = parser.parse_args(options)
     except SystemExit:
-        said = words.getvalue().strip().splitlines() or ["--help"]
-        raise CannotCheck(f"vLLM rejects these options: {said[-1]}") from None
+        raise CannotCheck("vLLM rejects these options: leave --help out") from None
     chosen = given.scheduler_cls
     if chosen not in (None, SCHEDULER_CLS, parser.get_default("scheduler_cls")):
         raise CannotCheck(
@@ -242,6 +248,35 @@ def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
     except Exception as error:  # the type of the error depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
+
+
+def _rejection(message: str, known: Iterable[str]) -> str:
+    """The error about options that vLLM's parser rejects.
+
+    Args:
+        message: error of the parser.
+        known: all options of the parser.
+    """
+    if found := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
+        return f"vLLM has no option {found[1]}; {did_you_mean(found[1], known)}vllm serve --help=all lists the options"
+    found = re.fullmatch(
+        r"argument ([^\s/]+)\S*: Value (.*) cannot be converted to <function loads .*", message, re.DOTALL
+    )
+    if found:
+        option, value = found.groups()
+        return (
+            f"{option} is {represented(value)}, which is not JSON{_json_error(value)}; correct it, or check its quotes"
+        )
+    return f"vLLM rejects these options: {message}"
+
+
+def _json_error(text: str) -> str:
+    """What is wrong with a JSON text, in parentheses; "" if nothing is."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return f" ({error.msg} at character {error.pos + 1})"
+    return ""
 
 
 def _with_scheduler_cls(options: list[str]) -> list[str]:
