@@ -93,7 +93,11 @@ def test_a_taken_port_of_the_live_page_is_refused(tmp_path: Path, capsys: pytest
         ),
         (["--url", "http://[bad"], "--url is 'http://[bad', not an HTTP address"),
         (["--url", "http://127.0.0.1:99999"], "--url is 'http://127.0.0.1:99999', not an HTTP address"),
-        (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 ([Errno 111] Connection refused)"),
+        (
+            ["--url", "http://127.0.0.1:1"],
+            "no server answers at http://127.0.0.1:1 ([Errno 111] Connection refused); start one with pointsman serve, "
+            "or give its --url, or --socket for a vLLM",
+        ),
     ],
 )
 def test_wrong_live_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
