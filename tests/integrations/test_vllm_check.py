@@ -57,3 +57,11 @@ def test_check_names_the_rejected_option_and_the_remedy() -> None:
     assert done.returncode == 2 and done.stdout == ""
     message = """--additional-config is '{"pointsman": {"victim": latest}}', which is not JSON (Expecting value at"""
     assert message in " ".join(done.stderr.split()) and "<function" not in done.stderr, done.stderr
+
+
+def test_check_names_options_that_vllm_overrules_and_the_machine() -> None:
+    done = check("--async-scheduling", "--max-num-seqs", 64)
+    assert done.returncode == 0, done.stdout + done.stderr
+    overruled = [line for line in done.stdout.splitlines() if "overrules" in line]
+    assert overruled == ["vLLM overrules --async-scheduling here, and runs with --no-async-scheduling"]
+    assert "these are the values on a CPU, as this machine has; they may differ on a machine with a GPU" in done.stdout

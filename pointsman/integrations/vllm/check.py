@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shlex
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,10 @@ class Report:
     """How the layers share the KV cache, and how many requests it holds."""
     knobs: dict[str, str] = field(default_factory=dict)
     """The scheduler's knobs with their values, each with the flag that sets it."""
+    overruled: list[str] = field(default_factory=list)
+    """Options that vLLM replaces by other values, each with this value."""
+    is_on_cpu: bool = False
+    """Whether vLLM runs on the CPU here, so that some values may differ on the machine that serves."""
     socket: str = ""
 
     def lines(self) -> list[str]:
@@ -102,6 +107,9 @@ class Report:
             found.append("the scheduler's knobs:")
             width = max(map(len, self.knobs))
             found += [f"  {name:{width}}  {value}" for name, value in self.knobs.items()]
+        found += self.overruled
+        if self.knobs and self.is_on_cpu:
+            found.append("these are the values on a CPU, as this machine has; they may differ on a machine with a GPU")
         if self.socket:
             found.append(f"pointsman explain: {self.socket}")
         if self.not_simulated is not None:
@@ -149,7 +157,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.problems.append(problem)
         return report
     from_log = None if log is None else _read_log(log)
-    vllm_config = _make_vllm_config(model, options)
+    vllm_config, given = _make_vllm_config(model, options)
     problem = problem_of_version(vllm.__version__, allows_untested=_allows_untested(vllm_config))
     if problem is not None:
         report.problems.append(problem)
@@ -165,6 +173,8 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.not_simulated = lacking_in_simulator(vllm_config, _as_kv_cache_config(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
+    report.overruled = _overruled_options(given, vllm_config)
+    report.is_on_cpu = vllm_config.device_config.device_type == "cpu"
     report.groups += _capacity_lines(vllm_config, groups, from_log)
     return report
 
@@ -221,17 +231,19 @@ def _capacity_lines(vllm_config: VllmConfig, groups: Groups | None, from_log: st
     return lines
 
 
-def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
-    """vLLM's configuration, constructed as in its server."""
+def _make_vllm_config(model: str, options: list[str]) -> tuple[VllmConfig, dict[str, Any]]:
+    """vLLM's configuration, constructed as in its server; and the options whose values are not their defaults."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = _add_vllm_options(FlexibleArgumentParser(prog="pointsman vllm check"))
 
-    def refuse(message: str) -> NoReturn:
-        raise CannotCheck(_rejection(message, parser._option_string_actions)) from None
+    plain: ArgumentParser = parser  # its members are Python's, not assumptions about vLLM
 
-    parser.error = refuse
+    def refuse(message: str) -> NoReturn:
+        raise CannotCheck(_rejection(message, plain._option_string_actions)) from None
+
+    plain.error = refuse  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             given = parser.parse_args(options)
@@ -244,10 +256,42 @@ def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
             + (" (Observer is vLLM's own scheduler and needs no check)" if chosen == OBSERVER_CLS else "")
         )
     given.model = model
+    changed = {name: value for name, value in vars(given).items() if value != plain.get_default(name)}
     try:
-        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config(), changed
     except Exception as error:  # the type of the error depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
+
+
+_MAY_BE_OVERRULED = {
+    "async_scheduling": "scheduler_config",
+    "enable_chunked_prefill": "scheduler_config",
+    "max_num_batched_tokens": "scheduler_config",
+    "max_num_seqs": "scheduler_config",
+    "enable_prefix_caching": "cache_config",
+    "block_size": "cache_config",
+    "kv_cache_memory_bytes": "cache_config",
+}
+"""Options that vLLM replaces by other values on some devices or for some models, each with the part of `VllmConfig`
+that has the value."""
+
+
+def _overruled_options(given: Mapping[str, Any], vllm_config: VllmConfig) -> list[str]:
+    """A line of the report for each given option for which vLLM runs with another value."""
+    lines = []
+    for name, part in _MAY_BE_OVERRULED.items():
+        value, used = given.get(name), getattr(getattr(vllm_config, part), name, None)
+        if value is not None and used != value:
+            lines.append(f"vLLM overrules {_as_option(name, value)} here, and runs with {_as_option(name, used)}")
+    return lines
+
+
+def _as_option(name: str, value: Any) -> str:
+    """An option as on the command line: "--no-async-scheduling", "--block-size 16"."""
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{dashed}" if value else f"--no-{dashed}"
+    return f"--{dashed} {value}"
 
 
 def _rejection(message: str, known: Iterable[str]) -> str:
