@@ -344,7 +344,7 @@ def check(
         raise CommandError(str(error)) from None
     for line in report.lines():
         print(line)
-    return 1 if report.problems else 3 if report.unknown else 0
+    return 1 if report.will_not_work else 3 if report.unknown else 0
 
 
 @app.command()

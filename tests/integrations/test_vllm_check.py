@@ -65,3 +65,16 @@ def test_check_names_options_that_vllm_overrules_and_the_machine() -> None:
     overruled = [line for line in done.stdout.splitlines() if "overrules" in line]
     assert overruled == ["vLLM overrules --async-scheduling here, and runs with --no-async-scheduling"]
     assert "these are the values on a CPU, as this machine has; they may differ on a machine with a GPU" in done.stdout
+
+
+def test_check_warns_of_a_pool_that_is_too_small_for_one_request() -> None:
+    """vLLM's error at the start estimates the same maximum length."""
+    small = ("--block-size", 16, "--max-model-len", 2048, "--num-gpu-blocks-override")
+    done = check(*small, 20)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "0.148 such requests fit 20 blocks" in done.stdout and "leave --scheduler-cls out" not in done.stdout
+    assert (
+        "  - the KV cache of 20 blocks holds no request of more than 304 tokens, and --max-model-len is 2,048, so vLLM "
+        "does not start: give --max-model-len 304, or --num-gpu-blocks-override 129"
+    ) in done.stdout
+    assert check(*small, 129).returncode == 0

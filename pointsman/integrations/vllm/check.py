@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.errors import did_you_mean
 from pointsman.files import represented
-from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
+from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of, longest_request
 from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.operation import problems_of_paths
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
@@ -64,6 +64,8 @@ class Report:
     model: str
     problems: list[str] = field(default_factory=list)
     """Reasons why vLLM will not work with this scheduler, each with its remedy."""
+    problems_of_vllm: list[str] = field(default_factory=list)
+    """Reasons why vLLM will not work with any scheduler, each with its remedy."""
     unknown: str = ""
     """Reason why it is unknown whether vLLM will work with this scheduler; "": it is known."""
     not_run: list[str] = field(default_factory=list)
@@ -84,13 +86,18 @@ class Report:
     """Whether vLLM runs on the CPU here, so that some values may differ on the machine that serves."""
     socket: str = ""
 
+    @property
+    def will_not_work(self) -> bool:
+        return bool(self.problems or self.problems_of_vllm)
+
     def lines(self) -> list[str]:
         """The report as text."""
         found = [f"vLLM {self.version}: {self._version_status()}", f"model {self.model}"]
-        if self.problems:
+        if self.will_not_work:
             found.append("it will not work:")
-            found += [f"  - {problem}" for problem in self.problems]
-            found.append(f"  - or {GO_BACK}")
+            found += [f"  - {problem}" for problem in (*self.problems_of_vllm, *self.problems)]
+            if not self.problems_of_vllm:
+                found.append(f"  - or {GO_BACK}")
         elif self.unknown:
             found.append(
                 f"it is not known whether the model will work, as its layers were not built here: {self.unknown}"
@@ -176,6 +183,8 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     report.overruled = _overruled_options(given, vllm_config)
     report.is_on_cpu = vllm_config.device_config.device_type == "cpu"
     report.groups += _capacity_lines(vllm_config, groups, from_log)
+    if groups is not None:
+        _check_capacity(report, vllm_config, groups)
     return report
 
 
@@ -210,25 +219,53 @@ def _capacity_lines(vllm_config: VllmConfig, groups: Groups | None, from_log: st
     """Lines of the report: the blocks of a request of the model's maximum length, and the number of such requests that
     fit."""
     lines = []
-    cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
-    memory = cache.kv_cache_memory_bytes
+    length = vllm_config.model_config.max_model_len
     if groups is not None and groups.request_blocks:
         size = groups.request_blocks * groups.block_bytes / 2**20
         blocks = f"{groups.request_blocks} block{'s' * (groups.request_blocks > 1)}"
         lines.append(f"a request of {length:,} tokens takes at most {blocks}, {size:,.4g} MiB")
-        num_blocks = cache.num_gpu_blocks_override or (memory and memory // groups.block_bytes)
-        if num_blocks:
+        num_blocks = _num_blocks(vllm_config, groups)
+        if num_blocks is not None:
             fit = max(0, num_blocks - 1) / groups.request_blocks  # one block is vLLM's null block
             shown = f"{fit:.3g}" if fit < 100 else f"{fit:,.0f}"
             lines.append(f"{shown} such requests fit {num_blocks:,} blocks")
     if from_log is not None:
         lines.append(from_log)
-    elif not (memory or cache.num_gpu_blocks_override):
+    elif not (vllm_config.cache_config.kv_cache_memory_bytes or vllm_config.cache_config.num_gpu_blocks_override):
         lines.append(
             "how many requests fit is known from --kv-cache-memory-bytes, --num-gpu-blocks-override, or --log with the "
             "log of a vLLM that has started"
         )
     return lines
+
+
+def _num_blocks(vllm_config: VllmConfig, groups: Groups) -> int | None:
+    """Number of blocks of the pool, with vLLM's null block; None: it is known once vLLM has loaded the model."""
+    cache = vllm_config.cache_config
+    if cache.num_gpu_blocks_override:
+        return int(cache.num_gpu_blocks_override)
+    return cache.kv_cache_memory_bytes // groups.block_bytes if cache.kv_cache_memory_bytes else None
+
+
+def _check_capacity(report: Report, vllm_config: VllmConfig, groups: Groups) -> None:
+    """Add to the report: that the pool is too small for a request of the model's maximum length."""
+    model, needed = vllm_config.model_config, groups.request_blocks + 1  # one block is vLLM's null block
+    num_blocks = _num_blocks(vllm_config, groups) if groups.request_blocks else None
+    if num_blocks is None or num_blocks >= needed:
+        return
+    longest = longest_request(vllm_config, groups, num_blocks - 1)
+    if getattr(model, "original_max_model_len", None) == -1:
+        report.groups.append(f"vLLM lowers --max-model-len to {longest:,} tokens, the longest request that fits")
+        return
+    if vllm_config.cache_config.num_gpu_blocks_override:
+        more = f"--num-gpu-blocks-override {needed}"
+    else:
+        more = f"--kv-cache-memory-bytes {needed * groups.block_bytes} (on a CPU: a larger VLLM_CPU_KVCACHE_SPACE)"
+    shorter = f"give --max-model-len {longest}, or {more}" if longest else f"give {more}"
+    report.problems_of_vllm.append(
+        f"the KV cache of {num_blocks:,} blocks holds no request of more than {longest:,} tokens, and --max-model-len "
+        f"is {model.max_model_len:,}, so vLLM does not start: {shorter}"
+    )
 
 
 def _make_vllm_config(model: str, options: list[str]) -> tuple[VllmConfig, dict[str, Any]]:
