@@ -24,7 +24,7 @@ from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, missing_lib
 from pointsman.cli.options import one_model
 from pointsman.cli.typer_app import plain_typer
 from pointsman.core import SchedulerStats
-from pointsman.core.observe.explain import in_words, lacking
+from pointsman.core.observe.explain import CAUSES, in_words, lacking
 from pointsman.core.policy.guard import Replaced
 from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("request", "state", "place", "age", "prompt", "output", "computed", "blocks", "preempted", "why it waits")
 ROUNDED = ("waiting_for", "age")
+GUIDE = "docs/guides/find_out_why_a_request_waits.md"
+REMEDIES = {reason.value: cause.remedy for reason, cause in CAUSES.items()}
 METRICS = (
     "pointsman:requests_waiting",
     "pointsman:parked",
@@ -190,8 +192,21 @@ def _show_table(answer: Mapping[str, Any], limit: int | None) -> None:
         console.print(table)
         for replaced in answer["requests"][0]["replaced_policies"]:
             console.print(Text(in_words(Replaced(**replaced))), soft_wrap=True)
+    _print_remedy(console, answer["requests"])
     if limit is not None and len(answer["requests"]) == limit < sum(counts.values()):
         console.print(f"only the {limit} oldest are shown; --limit shows more")
+
+
+def _print_remedy(console: Console, requests: Sequence[Mapping[str, Any]]) -> None:
+    """If a request waits: print the usual remedy for the head of the queue, or for a request alone, and where to find
+    the others."""
+    if all(request["reason"] is None for request in requests):
+        return
+    heads = requests if len(requests) == 1 else [request for request in requests if request["position"] == 0]
+    reason = next((request["reason"] for request in heads), "")
+    remedy = REMEDIES.get(reason, "")
+    usual = f"Usual remedy for {reason}: {remedy}. " if remedy else ""
+    console.print(Text(f"{usual}All reasons and remedies: {GUIDE}"), soft_wrap=True)
 
 
 def _request_row(request: Mapping[str, Any]) -> tuple[str, ...]:
@@ -234,6 +249,7 @@ def _show_request(request: Mapping[str, Any]) -> None:
         console.print(Text(f"{'held by':{width}}  {holder['id']}{amount}"))
     if request["num_holders"] > len(request["holders"]):
         console.print(f"{'':{width}}  and {request['num_holders'] - len(request['holders'])} more")
+    _print_remedy(console, [request])
 
 
 def _duration_text(seconds: float) -> str:
