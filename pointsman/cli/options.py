@@ -91,7 +91,9 @@ AskedRequest = Annotated[
     str | None, typer.Argument(metavar="ID", help="One request, or the requests of one completion.")
 ]
 MaxRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
-AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
+AsJsonLines = Annotated[
+    bool, typer.Option("--json", help="One JSON line per request; its position counts the requests before it.")
+]
 
 # ---------------------------------------------------------------------- knobs of the engine and the scheduler
 

@@ -213,7 +213,7 @@ def _request_row(request: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         request["id"],
         request["state"],
-        "" if request["position"] is None else str(request["position"] + 1),
+        _place_text(request["position"]),
         _duration_text(request["age"]),
         str(request["num_prompt_tokens"]),
         f"{request['num_output_tokens']}/{request['max_tokens']}",
@@ -240,9 +240,12 @@ def _show_request(request: Mapping[str, Any]) -> None:
     facts = {key: value for key, value in request.items() if key not in apart}
     width = max(map(len, facts))
     for key, value in facts.items():
-        if value is not None:
-            shown = _duration_text(value) if key in ROUNDED else str(value)
-            console.print(Text(f"{key:{width}}  {shown}"))
+        if value is None:
+            continue
+        if key == "position":
+            key, value = "place", _place_text(value)
+        shown = _duration_text(value) if key in ROUNDED else str(value)
+        console.print(Text(f"{key:{width}}  {shown}"))
     for holder in request["holders"]:
         what = f" of adapter {holder['what']}" if holder["what"] else f" {request['resource'] or ''}".rstrip()
         amount = f": {holder['amount']}{what}" if holder["amount"] else ""
@@ -252,13 +255,18 @@ def _show_request(request: Mapping[str, Any]) -> None:
     _print_remedy(console, [request])
 
 
+def _place_text(position: int | None) -> str:
+    """The place of a request in the queue, counted from 1; "": it is not in the queue."""
+    return "" if position is None else str(position + 1)
+
+
 def _duration_text(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    minutes, left = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{left:02}s"
-    return f"{minutes // 60}h{minutes % 60:02}m"
+    """A duration like 8.7s, 42.0s, 1m05.0s or 2h00m05.0s."""
+    minutes, left = divmod(round(seconds, 1), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    if hours:
+        return f"{hours}h{minutes:02}m{left:04.1f}s"
+    return f"{minutes}m{left:04.1f}s" if minutes else f"{left:.1f}s"
 
 
 # ---------------------------------------------------------------------- metrics as text

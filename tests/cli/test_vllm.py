@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.cli import main
-from pointsman.cli.vllm import GUIDE, METRICS
+from pointsman.cli.vllm import GUIDE, METRICS, _duration_text
 from pointsman.core.policy.victim import Latest
 from pointsman.server.metrics.readings import SCRAPED
 from tests.integrations.vllm_operated import Operated, operated
@@ -84,7 +84,8 @@ def test_explain_with_an_id_shows_all_fields_of_the_request(host: Operated, run:
         "Held by cmpl-a-0-x (1), cmpl-a-1-y (1)."
     )
     facts = dict(line.split(maxsplit=1) for line in lines[1:-1] if not line.startswith("held"))
-    assert (facts["state"], facts["reason"], facts["position"]) == ("waiting", "sequence_limit", "0")
+    assert (facts["state"], facts["reason"], facts["place"]) == ("waiting", "sequence_limit", "1")
+    assert "position" not in facts
     assert [line for line in lines if line.startswith("held")] == [
         "held by              cmpl-a-0-x: 1 sequence slots",
         "held by              cmpl-a-1-y: 1 sequence slots",
@@ -92,6 +93,22 @@ def test_explain_with_an_id_shows_all_fields_of_the_request(host: Operated, run:
     assert lines[-1].startswith("Usual remedy for sequence_limit: a larger max_num_seqs. ")
     assert run("explain", "--socket", host.control.path, "cmpl-c")[1].splitlines()[-1].startswith("All reasons and")
     assert "remed" not in run("explain", "--socket", host.control.path, "cmpl-a-0")[1], "it runs"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (8.71, "8.7s"),
+        (10.0, "10.0s"),
+        (59.96, "1m00.0s"),
+        (65, "1m05.0s"),
+        (3599.97, "1h00m00.0s"),
+        (7205.2, "2h00m05.2s"),
+    ],
+)
+def test_all_durations_have_one_form(seconds: float, text: str) -> None:
+    assert _duration_text(seconds) == text
 
 
 def test_explain_shows_samples_of_a_completion_as_a_table(host: Operated, run: Run) -> None:
@@ -122,7 +139,9 @@ def test_explain_names_a_replaced_policy_and_its_replacement(tmp_path: Path, run
 
 def test_explain_as_json_prints_each_request_as_a_line(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "--json")
-    assert [json.loads(line)["id"] for line in out.splitlines()] == list(host.of_id)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["id"] for line in lines] == list(host.of_id)
+    assert [line["position"] for line in lines] == [None, None, 0, 1], "the requests before it"
 
 
 def test_metrics_prints_text_that_prometheus_can_read(host: Operated, run: Run) -> None:
