@@ -93,6 +93,20 @@ def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
     return _read_at_most(open_input(path), path, max_bytes)
 
 
+def check_writable(path: Path) -> None:
+    """Check that a file can be written. The content of an existing file stays, and no new file is left behind.
+
+    Raises:
+        OSError: the file cannot be opened for writing.
+    """
+    target = os.path.realpath(path)  # so that a link to a missing file stays
+    is_new = not os.path.exists(target)
+    with open(target, "ab"):
+        pass
+    if is_new:
+        os.unlink(target)
+
+
 def cache_home() -> pathlib.Path:
     """The user's cache folder: `XDG_CACHE_HOME`, or `~/.cache`.
 

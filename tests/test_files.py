@@ -83,6 +83,18 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         next(read_text_lines(endless))
 
 
+def test_checking_that_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("old", "new", "link"):
+        files.check_writable(tmp_path / name)
+    for name in ("nowhere/new", "."):
+        with pytest.raises(OSError):
+            files.check_writable(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["link", "old"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "old").read_text() == "precious"
+
+
 def test_lines_that_are_not_utf_8_are_reported() -> None:
     lines = read_text_lines(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
     assert [next(lines) for _ in range(3)] == ["one\n", "\n", "two\n"]

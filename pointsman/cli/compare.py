@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import stdout_console
 from pointsman.cli.simulation import seconds
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.config import scheduler_knobs
+from pointsman.core.errors import did_you_mean
 from pointsman.core.policy.registry import check_policies
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.sim.accuracy import RequestErrors
@@ -104,7 +106,7 @@ def compare(
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
     except (SimulationError, TraceError) as error:
         raise CommandError(str(error)) from None
-    configs, problems = _make_configs(happened.config, {**OTHERS, **given})
+    configs, problems = _make_configs(happened.config, given)
     rows = [Row(MEASURED, make_report(happened.outcome, happened.config))]
     check: RequestErrors | None = None
     for name, config in configs.items():
@@ -126,47 +128,84 @@ def compare(
 
 def _parse_setting(text: str) -> dict[str, Any]:
     """Knobs of "name=value,name=value"; `preset` stands for the knobs of a preset."""
+    knobs = scheduler_knobs()
     values: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals:
-            raise CommandError(f"--setting is {text!r}; give it like max_num_seqs=64,decode_reserve=mean")
+    last = ""
+    for name, value in _parse_pairs(text):
         if name == "preset":
             presets = PRESETS | SYSTEMS
             if value not in presets:
                 raise CommandError(f"no preset is called {value!r}; choose one of {', '.join(presets)}")
             values = {**presets[value], **values}
             continue
-        if name not in SchedulerConfig.__dataclass_fields__:
+        if name in knobs:
+            values[name], last = value, name
+        elif last and knobs[last].policy is not None and isinstance(values[last], str) and ":" in values[last]:
+            values[last] += f",{name}={value}"  # a further parameter of the policy
+        else:
             raise CommandError(
-                f"--setting names {name!r}, which is not a knob of the scheduler; see pointsman serve --help"
+                f"--setting names {name!r}, which is not a knob of the scheduler; {did_you_mean(name, knobs)}see "
+                "pointsman serve --help"
             )
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value
     return values
 
 
-def _make_configs(
-    own: SchedulerConfig, others: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[str, SchedulerConfig], list[str]]:
-    """The configurations by name, vLLM's own first; and, for each impossible configuration, the reason."""
-    configs, problems = {SIMULATED: own}, []
-    server = {name: getattr(own, name) for name in _OF_THE_SERVER}
-    if str(own.order).startswith("priority"):
-        server["order"] = "priority"
-    for name, values in others.items():
-        merged = {**server, **values}
-        if merged.get("enable_prefix_caching") is False:
-            merged.pop("share_within_step", None)
+def _parse_pairs(text: str) -> Iterator[tuple[str, Any]]:
+    """The pairs of "name=value,name=value". A value is JSON, in which commas may stand, or text up to a comma."""
+    left = text
+    while True:
+        name, equals, left = left.partition("=")
+        if not equals:
+            raise CommandError(f"--setting is {text!r}; give it like max_num_seqs=64,decode_reserve=mean")
+        left = left.lstrip()
         try:
-            config = SchedulerConfig(**merged)
-            check_policies(config)
-            configs[name] = config
+            value, end = json.JSONDecoder().raw_decode(left)
+            is_whole = left[end : end + 1] in ("", ",")
+        except ValueError:
+            is_whole = False
+        if is_whole:
+            left = left[end + 1 :]
+        else:
+            value, _, left = left.partition(",")
+        yield name.strip(), value
+        if not left:
+            return
+
+
+def _make_configs(
+    own: SchedulerConfig, given: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, SchedulerConfig], list[str]]:
+    """The configurations by name: vLLM's own first, then those of `OTHERS`, then the given ones; and, for each
+    configuration of `OTHERS` that is impossible on this server, the reason.
+
+    Raises:
+        CommandError: a given configuration is impossible.
+    """
+    configs, problems = {SIMULATED: own}, []
+    for name, values in OTHERS.items():
+        try:
+            configs[name] = _make_config(own, values)
         except ConfigError as error:
             problems.append(f"{name}: {error}")
+    for name, setting in given.items():
+        try:
+            configs[name] = _make_config(own, setting)
+        except ConfigError as error:
+            raise CommandError(f"--setting {name} cannot be simulated: {error}") from None
     return configs, problems
+
+
+def _make_config(own: SchedulerConfig, values: Mapping[str, Any]) -> SchedulerConfig:
+    """The configuration with these values on the server of the recording, whose own configuration is `own`."""
+    merged = {name: getattr(own, name) for name in _OF_THE_SERVER}
+    if str(own.order).startswith("priority"):
+        merged["order"] = "priority"
+    merged.update(values)
+    if merged.get("enable_prefix_caching") is False:
+        merged.pop("share_within_step", None)
+    config = SchedulerConfig(**merged)
+    check_policies(config)
+    return config
 
 
 def _simulate_config(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
+
+from pointsman import files
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -36,12 +37,8 @@ def check_writable(path: str | None) -> None:
     """
     if path is None:
         return
-    is_new = not Path(path).exists()
     try:
-        with Path(path).open("a", encoding="utf-8"):
-            pass
-        if is_new:
-            Path(path).unlink()
+        files.check_writable(path)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None
 

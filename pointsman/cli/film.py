@@ -87,6 +87,8 @@ def film(
             _print_preemptions(found)
         if not given:
             _print_extent(path, found)
+    if not found.num_steps and request is None:
+        print("The run has no steps yet: nothing was scheduled when this was recorded.")
     if not found.is_complete:
         print("The film was cut off: later events are missing.")
     return EXIT_OK

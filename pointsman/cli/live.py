@@ -7,22 +7,28 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from pointsman.cli.local_page import listening_on
 from pointsman.cli.vllm import scheduler_connection
 from pointsman.integrations.vllm import client
 from pointsman.web import local
 from pointsman.web.page import assemble
 
 
-def live_server(socket: str) -> local.LocalServer:
+def live_server(socket: str, port: int = 0) -> local.LocalServer:
     """The server of the live page, on loopback.
 
+    Args:
+        socket: path of the control socket of a vLLM.
+        port: port of the server; 0: a free port.
+
     Raises:
-        CommandError: no scheduler answers on the socket.
+        CommandError: no scheduler answers on the socket, or the port is taken.
     """
     with scheduler_connection(socket) as connection:
         model = connection.ask("explain", limit=1)["model"]
     page = assemble("live", f"Live: {model}", connects=True)
-    return local.LocalServer(page, {("GET", "/live/film"): partial(_open_film, socket)})
+    with listening_on(port):
+        return local.LocalServer(page, {("GET", "/live/film"): partial(_open_film, socket)}, port=port)
 
 
 def _open_film(socket: str, _: local.Ask) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import typer
 
 from pointsman.cli import options, vllm
 from pointsman.cli.errors import EXIT_OK, CommandError
-from pointsman.cli.local_page import serve_page
+from pointsman.cli.local_page import PagePort, serve_page
 from pointsman.cli.server_client import get_object, get_text, page_url
 from pointsman.cli.typer_app import plain_typer
 
@@ -78,18 +78,21 @@ def metrics(url: ServerUrl = None, socket: OptionalSocket = None, operator_key: 
 def live(
     url: ServerUrl = None,
     socket: OptionalSocket = None,
+    port: PagePort = 0,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> int:
     """Show in a browser what the scheduler of a running server decides.
 
     A pointsman serve has this page at /live. For a vLLM with this scheduler the command serves the page on this
-    machine, until Ctrl-C.
+    machine, on --port, until Ctrl-C.
     """
     if socket is not None:
         from pointsman.cli.live import live_server
 
         _check_one_server(socket, url=url)
-        return serve_page(live_server(socket), open_page=open_page)
+        return serve_page(live_server(socket, port), open_page=open_page)
+    if port:
+        raise CommandError(f"--port is {port}, but a pointsman serve has the page on its own port; leave --port out")
     page = page_url(url, "/live")
     get_text(page)  # an error if no server answers
     print(page)

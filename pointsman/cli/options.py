@@ -94,7 +94,9 @@ AskedRequest = Annotated[
     str | None, typer.Argument(metavar="ID", help="ID of a request, or of a response with its requests.")
 ]
 MaxRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
-AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
+AsJsonLines = Annotated[
+    bool, typer.Option("--json", help="One JSON line per request; its position counts the requests before it.")
+]
 
 # ---------------------------------------------------------------------- knobs of the engine and the scheduler
 

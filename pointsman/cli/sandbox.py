@@ -13,7 +13,7 @@ import typer
 from pointsman.cli.command_lines import change_commands, serve_command, vllm_command
 from pointsman.cli.errors import CommandError
 from pointsman.cli.film import broken_films, film_recording, is_film
-from pointsman.cli.local_page import serve_page
+from pointsman.cli.local_page import PagePort, listening_on, serve_page
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.observe.film_format import Op
 from pointsman.web.film import Film
@@ -36,7 +36,7 @@ def sandbox(
             metavar="FILE", help="A film or a recording, with whose requests and settings the sandbox starts."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port of the page.", show_default="a free one")] = 0,
+    port: PagePort = 0,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> int:
     """Play with a scheduler in the browser: add requests, change settings, step and undo.
@@ -57,15 +57,13 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
     Raises:
         CommandError: the file cannot be used, or the port is taken.
     """
-    if not 0 <= port < 1 << 16:
-        raise CommandError(f"--port is {port}; it must be between 0 (any free port) and 65535")
     scene, about = (None, "") if file is None else scene_of(Path(file))
     try:
-        return sandbox_server(Sandbox(scene, commands=commands, about=about), title=_film_name(file), port=port)
+        made = Sandbox(scene, commands=commands, about=about)
     except (SandboxError, ConfigError) as error:
         raise CommandError(str(error)) from None
-    except OSError as error:
-        raise CommandError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from None
+    with listening_on(port):
+        return sandbox_server(made, title=_film_name(file), port=port)
 
 
 def commands(config: SchedulerConfig, base: SchedulerConfig) -> Mapping[str, str]:

@@ -80,7 +80,7 @@ def get_text(page: str, key: str | None = None) -> str:
         server = "{0.scheme}://{0.netloc}".format(urlsplit(page))
         raise CommandError(
             f"no server answers at {server} ({getattr(error, 'reason', None) or error}); start one with pointsman "
-            "serve, or give its --url",
+            "serve, or give its --url, or --socket for a vLLM",
             EXIT_FAILED,
         ) from None
     return text

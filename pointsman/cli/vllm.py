@@ -24,7 +24,7 @@ from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, missing_lib
 from pointsman.cli.options import one_model
 from pointsman.cli.typer_app import plain_typer
 from pointsman.core import SchedulerStats
-from pointsman.core.observe.explain import in_words, lacking
+from pointsman.core.observe.explain import CAUSES, in_words, lacking
 from pointsman.core.policy.guard import Replaced
 from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("request", "state", "place", "age", "prompt", "output", "computed", "blocks", "preempted", "why it waits")
 ROUNDED = ("waiting_for", "age")
+GUIDE = "docs/guides/find_out_why_a_request_waits.md"
+REMEDIES = {reason.value: cause.remedy for reason, cause in CAUSES.items()}
 METRICS = (
     "pointsman:requests_waiting",
     "pointsman:parked",
@@ -190,15 +192,28 @@ def _show_table(answer: Mapping[str, Any], limit: int | None) -> None:
         console.print(table)
         for replaced in answer["requests"][0]["replaced_policies"]:
             console.print(Text(in_words(Replaced(**replaced))), soft_wrap=True)
+    _print_remedy(console, answer["requests"])
     if limit is not None and len(answer["requests"]) == limit < sum(counts.values()):
         console.print(f"only the {limit} oldest are shown; --limit shows more")
+
+
+def _print_remedy(console: Console, requests: Sequence[Mapping[str, Any]]) -> None:
+    """If a request waits: print the usual remedy for the head of the queue, or for a request alone, and where to find
+    the others."""
+    if all(request["reason"] is None for request in requests):
+        return
+    heads = requests if len(requests) == 1 else [request for request in requests if request["position"] == 0]
+    reason = next((request["reason"] for request in heads), "")
+    remedy = REMEDIES.get(reason, "")
+    usual = f"Usual remedy for {reason}: {remedy}. " if remedy else ""
+    console.print(Text(f"{usual}All reasons and remedies: {GUIDE}"), soft_wrap=True)
 
 
 def _request_row(request: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         request["id"],
         request["state"],
-        "" if request["position"] is None else str(request["position"] + 1),
+        _place_text(request["position"]),
         _duration_text(request["age"]),
         str(request["num_prompt_tokens"]),
         f"{request['num_output_tokens']}/{request['max_tokens']}",
@@ -225,24 +240,33 @@ def _show_request(request: Mapping[str, Any]) -> None:
     facts = {key: value for key, value in request.items() if key not in apart}
     width = max(map(len, facts))
     for key, value in facts.items():
-        if value is not None:
-            shown = _duration_text(value) if key in ROUNDED else str(value)
-            console.print(Text(f"{key:{width}}  {shown}"))
+        if value is None:
+            continue
+        if key == "position":
+            key, value = "place", _place_text(value)
+        shown = _duration_text(value) if key in ROUNDED else str(value)
+        console.print(Text(f"{key:{width}}  {shown}"))
     for holder in request["holders"]:
         what = f" of adapter {holder['what']}" if holder["what"] else f" {request['resource'] or ''}".rstrip()
         amount = f": {holder['amount']}{what}" if holder["amount"] else ""
         console.print(Text(f"{'held by':{width}}  {holder['id']}{amount}"))
     if request["num_holders"] > len(request["holders"]):
         console.print(f"{'':{width}}  and {request['num_holders'] - len(request['holders'])} more")
+    _print_remedy(console, [request])
+
+
+def _place_text(position: int | None) -> str:
+    """The place of a request in the queue, counted from 1; "": it is not in the queue."""
+    return "" if position is None else str(position + 1)
 
 
 def _duration_text(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    minutes, left = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{left:02}s"
-    return f"{minutes // 60}h{minutes % 60:02}m"
+    """A duration like 8.7s, 42.0s, 1m05.0s or 2h00m05.0s."""
+    minutes, left = divmod(round(seconds, 1), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    if hours:
+        return f"{hours}h{minutes:02}m{left:04.1f}s"
+    return f"{minutes}m{left:04.1f}s" if minutes else f"{left:.1f}s"
 
 
 # ---------------------------------------------------------------------- metrics as text
@@ -344,7 +368,7 @@ def check(
         raise CommandError(str(error)) from None
     for line in report.lines():
         print(line)
-    return 1 if report.problems else 3 if report.unknown else 0
+    return 1 if report.will_not_work else 3 if report.unknown else 0
 
 
 @app.command()

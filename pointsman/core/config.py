@@ -677,9 +677,11 @@ def _policy_name(policy: Any) -> Any:
 
 
 def _checked_policies(name: str, given: object) -> tuple[Any, ...]:
-    if isinstance(given, str) or not isinstance(given, (tuple, list)):
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, (tuple, list)):
         raise ConfigError(
-            f'{name} is {given!r}; give a list of policy names or policy objects, such as ("watermark:share=0.02",)'
+            f'{name} is {given!r}; give a list of policy names or policy objects, such as ["watermark:share=0.02"]'
         )
     return tuple(given)
 

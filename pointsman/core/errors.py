@@ -1,5 +1,16 @@
 """Errors that the scheduler raises. Each message names the value, the limit and the remedy."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question for an error about an unknown `name`, with a space at its end; "" if no name in `known` is similar."""
+    near = get_close_matches(name[:80], list(known), n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
 
 class PointsmanError(Exception):
     """Base class of every error that the scheduler raises on purpose."""

@@ -19,13 +19,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.errors import PointsmanError
+from pointsman.core.errors import PointsmanError, did_you_mean
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -305,9 +304,9 @@ def _parse_named(
     known_forms: dict[str, Callable[..., T]], name: str, values_text: str, text: str, examples: Mapping[str, str]
 ) -> T:
     if name not in examples:
-        near = get_close_matches(name[:80], examples, n=1)
-        question = f"did you mean {near[0]}? " if near else ""
-        raise WorkloadError(f"{text!r}: unknown form {name!r}; {question}known forms are {', '.join(examples)}")
+        raise WorkloadError(
+            f"{text!r}: unknown form {name!r}; {did_you_mean(name, examples)}known forms are {', '.join(examples)}"
+        )
     names = [each.name for each in fields(known_forms[name])] if name in known_forms else []  # type: ignore[arg-type]
     if not values_text.strip():
         needed = " and ".join(_VALUES[each] for each in names) or _PARTS[name]

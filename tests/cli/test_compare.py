@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pointsman.cli.compare import _parse_setting
 from pointsman.core import RecordingError, replay
 from pointsman.traces import TraceError, read_measurements, read_observed, read_trace
 from tests.cli.conftest import Finished
@@ -54,6 +55,33 @@ def test_compare_adds_rows_for_given_settings_and_explains_the_table(pointsman: 
     for expected in ("vLLM, measured", "max_num_seqs=2", "preset=textbook", "Check of the model", "30 requests"):
         assert expected in words, words
     assert max(map(len, finished.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("reserves=growth", {"reserves": "growth"}),
+        (
+            "token_limits=target-itl:seconds=0.05,max_num_seqs=2",
+            {"token_limits": "target-itl:seconds=0.05", "max_num_seqs": 2},
+        ),
+        ("order=shortest-prefill:ageing=200,b=1", {"order": "shortest-prefill:ageing=200,b=1"}),
+        (
+            'reserves=["growth", "watermark:share=0.1"],order=fcfs',
+            {"reserves": ["growth", "watermark:share=0.1"], "order": "fcfs"},
+        ),
+        ("draft_table=[[8, 2], [32, 1]]", {"draft_table": [[8, 2], [32, 1]]}),
+        ("max_num_seqs=2, watermark= 0.1", {"max_num_seqs": 2, "watermark": 0.1}),
+    ],
+)
+def test_a_setting_is_parsed_as_names_or_json(text: str, values: dict[str, Any]) -> None:
+    assert _parse_setting(text) == values
+
+
+def test_compare_simulates_a_policy_given_by_its_bare_name(pointsman: Run, recording: Path) -> None:
+    finished = pointsman("vllm", "compare", recording, "--setting", "reserves=growth", "--limit", 10, "--json")
+    assert finished.code == 0, finished.err
+    assert "reserves=growth" in finished.json_lines[0]["rows"]
 
 
 def test_calibrate_fits_step_times_to_an_observed_recording(pointsman: Run, recording: Path) -> None:
@@ -133,7 +161,14 @@ def test_the_error_names_the_broken_line_of_an_observed_recording(tmp_path: Path
 def test_wrong_compare_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     for given, message in {
         ("--setting", "no_such=1"): "'no_such', which is not a knob",
+        (
+            "--setting",
+            "max_num_seqs=2,reserve=growth",
+        ): "'reserve', which is not a knob of the scheduler; did you mean reserves?",
+        ("--setting", ""): "--setting is ''",
         ("--setting", "preset=other"): "no preset is called 'other'",
+        ("--setting", "reserves=grwth"): "no reserve policy is called 'grwth'; did you mean growth?",
+        ("--setting", "max_num_seqs=0"): "--setting max_num_seqs=0 cannot be simulated: max_num_seqs is 0; it must",
         ("--limit", "0"): "--limit is 0",
         ("--ttft-target", "soon"): "--ttft-target is 'soon'",
     }.items():

@@ -41,6 +41,15 @@ def test_the_film_of_a_recording_is_written_beside_the_recording(pointsman: Run,
     assert "blocks" not in pointsman("film", recording.with_name("other.film"), "--step", "1").out
 
 
+@pytest.mark.parametrize("options", [(), ("--preemptions",), ("--waits", "3")])
+def test_film_says_that_a_recording_has_no_steps_yet(pointsman: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
+    shown = pointsman("film", path, *options)
+    assert shown.code == 0 and shown.out.splitlines()[-1].startswith("The run has no steps yet: nothing was scheduled")
+
+
 def test_film_prints_the_state_at_a_step(pointsman: Run, recording: Path) -> None:
     pointsman("film", recording, "-o", recording.with_name("other.film"))
     shown = pointsman("film", recording.with_name("other.film"), "--step", "1")

@@ -17,12 +17,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.cli import main
-from pointsman.cli.vllm import METRICS
+from pointsman.cli.vllm import GUIDE, METRICS, _duration_text
 from pointsman.core.policy.victim import Latest
 from pointsman.server.metrics.readings import SCRAPED
 from tests.integrations.vllm_operated import Operated, operated
 
 Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def host(tmp_path: Path) -> Iterator[Operated]:
 def test_explain_shows_all_requests_as_a_table(host: Operated, run: Run) -> None:
     code, out, _ = run("explain", "--socket", host.control.path)
     assert code == 0
-    first, header, *rows = [line.rstrip() for line in out.splitlines()]
+    first, header, *rows, last = [line.rstrip() for line in out.splitlines()]
     assert first == "2 running, 2 waiting, 0 parked"
     assert " ".join(header.split()) == "request state place age prompt output computed blocks preempted why it waits"
     assert [row.split()[0] for row in rows] == ["cmpl-a-0-x", "cmpl-a-1-y", "cmpl-b-0-z", "cmpl-c-0-w"]
@@ -58,11 +59,14 @@ def test_explain_shows_all_requests_as_a_table(host: Operated, run: Run) -> None
         r"cmpl-b-0-z +waiting +1 +0\.\ds +6 +0/8 +0 +0 +0 +sequence_limit for 0\.\ds, 1 more sequence slot", rows[2]
     )
     assert re.search(r"  behind for 0\.\ds$", rows[3])
+    assert last == f"Usual remedy for sequence_limit: a larger max_num_seqs. All reasons and remedies: {GUIDE}"
+    assert (ROOT / GUIDE).exists()
 
 
 def test_explain_with_a_limit_reports_the_number_of_shown_requests(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "--limit", "3")
     assert "cmpl-b-0-z" in out and "cmpl-c-0-w" not in out
+    assert out.splitlines()[-2].startswith("Usual remedy for sequence_limit")
     assert out.splitlines()[-1] == "only the 3 oldest are shown; --limit shows more"
 
 
@@ -79,12 +83,32 @@ def test_explain_with_an_id_shows_all_fields_of_the_request(host: Operated, run:
         "cmpl-b-0-z waits for 1 more sequence slot: all sequence slots are taken. "
         "Held by cmpl-a-0-x (1), cmpl-a-1-y (1)."
     )
-    facts = dict(line.split(maxsplit=1) for line in lines[1:] if not line.startswith("held"))
-    assert (facts["state"], facts["reason"], facts["position"]) == ("waiting", "sequence_limit", "0")
+    facts = dict(line.split(maxsplit=1) for line in lines[1:-1] if not line.startswith("held"))
+    assert (facts["state"], facts["reason"], facts["place"]) == ("waiting", "sequence_limit", "1")
+    assert "position" not in facts
     assert [line for line in lines if line.startswith("held")] == [
         "held by              cmpl-a-0-x: 1 sequence slots",
         "held by              cmpl-a-1-y: 1 sequence slots",
     ]
+    assert lines[-1].startswith("Usual remedy for sequence_limit: a larger max_num_seqs. ")
+    assert run("explain", "--socket", host.control.path, "cmpl-c")[1].splitlines()[-1].startswith("All reasons and")
+    assert "remed" not in run("explain", "--socket", host.control.path, "cmpl-a-0")[1], "it runs"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (8.71, "8.7s"),
+        (10.0, "10.0s"),
+        (59.96, "1m00.0s"),
+        (65, "1m05.0s"),
+        (3599.97, "1h00m00.0s"),
+        (7205.2, "2h00m05.2s"),
+    ],
+)
+def test_all_durations_have_one_form(seconds: float, text: str) -> None:
+    assert _duration_text(seconds) == text
 
 
 def test_explain_shows_samples_of_a_completion_as_a_table(host: Operated, run: Run) -> None:
@@ -103,7 +127,7 @@ def test_explain_names_a_replaced_policy_and_its_replacement(tmp_path: Path, run
     with operated(tmp_path / "s", victim=Odd()) as host:
         host.add("a")
         host.add("b")
-        assert run("explain", "--socket", host.control.path)[1].splitlines()[-1] == words
+        assert run("explain", "--socket", host.control.path)[1].splitlines()[-2] == words
         assert run("explain", "--socket", host.control.path, "a")[1].splitlines()[0].endswith(f". {words}")
         lines = run("explain", "--socket", host.control.path, "--json")[1].splitlines()
         replaced = {"kind": "victim", "policy": "odd", "by": "latest", "error": "attach raised KeyError: 'nothing'"}
@@ -115,7 +139,9 @@ def test_explain_names_a_replaced_policy_and_its_replacement(tmp_path: Path, run
 
 def test_explain_as_json_prints_each_request_as_a_line(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "--json")
-    assert [json.loads(line)["id"] for line in out.splitlines()] == list(host.of_id)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["id"] for line in lines] == list(host.of_id)
+    assert [line["position"] for line in lines] == [None, None, 0, 1], "the requests before it"
 
 
 def test_metrics_prints_text_that_prometheus_can_read(host: Operated, run: Run) -> None:

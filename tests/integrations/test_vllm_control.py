@@ -23,7 +23,7 @@ import pytest
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm import control
 from pointsman.integrations.vllm.client import Connection, Refused, connect
-from pointsman.integrations.vllm.control import MAX_CLIENTS, ControlSocket
+from pointsman.integrations.vllm.control import MAX_CLIENTS, ControlSocket, check_socket_path
 from pointsman.web.film import Film
 from pointsman.web.live import read_records
 from tests.integrations.vllm_operated import Operated, operated, stepping
@@ -168,6 +168,25 @@ def test_an_unusable_socket_path_is_refused(tmp_path: Path, name: str, words: st
     with pytest.raises(ConfigError, match=words):
         ControlSocket(str(tmp_path / name), nobody)
     assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["s", "file", "nowhere/s", "used", "dead"])
+def test_a_checked_socket_path_is_refused_as_at_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    with operated(tmp_path / "old"):
+        (tmp_path / "old").rename(tmp_path / "dead")
+    with operated(tmp_path / "used"):
+        before = {path.name for path in tmp_path.iterdir()}
+        try:
+            check_socket_path(str(tmp_path / name))
+        except ConfigError as checked:
+            with pytest.raises(ConfigError) as started:
+                ControlSocket(str(tmp_path / name), nobody)
+            assert name in ("file", "nowhere/s", "used") and str(checked) == str(started.value)
+        else:
+            assert name in ("s", "dead")
+        assert {path.name for path in tmp_path.iterdir()} == before - ({"dead"} & {name})
+        assert ask(tmp_path / "used", "explain")["requests"] == []
 
 
 def test_exit_of_the_process_removes_the_socket(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_vllm_check_reports_all_problems() -> None:
     ("options", "words"),
     [
         (["--max-num-seqs", "many"], "vLLM rejects these options"),
-        (["--no-such-option"], "vLLM rejects these options"),
+        (["--no-such-option"], "vLLM has no option --no-such-option; vllm serve --help=all lists"),
         (
             ["--scheduler-cls", "pointsman.Scheduler"],
             "--scheduler-cls is pointsman.Scheduler, but this command checks only",

@@ -12,6 +12,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 def test_scheduler_outputs_fulfil_the_model_runners_assumptions(vllm_version: str) -> None:
     seen = run_in_vllm("vllm_fields.py")
     assert seen.pop("version") == vllm_version
+    assert 30 < seen.pop("warned") <= 60, "each of 60 schedulers warns once of a mistyped key"
     assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost", "tenants")) > 100
 
 

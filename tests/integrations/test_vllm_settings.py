@@ -80,6 +80,7 @@ def test_knobs_and_presets_are_read_from_additional_config() -> None:
     assert settled({"decode_reserve": "mean"}).decode_reserve == "mean"
     policies = {"order": "priority-by-arrival", "victim": "latest", "eviction": "reuse", "reserves": ["bypass:bound=8"]}
     assert (settled(policies).reserves, settled(policies).eviction) == (("bypass:bound=8",), "reuse")
+    assert settled({"reserves": "growth"}).reserves == ("growth",)
     for absent in ({}, None, {"other": 1}):
         assert read_settings(absent).knobs == {}
     for system in SYSTEMS:
@@ -95,6 +96,10 @@ def test_knobs_and_presets_are_read_from_additional_config() -> None:
         (3, "it must be an object with knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs in --additional-config has no effect: vLLM takes it from --max-num-seqs"),
         ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, .*victim"),
+        (
+            {"reserve": "growth"},
+            "reserve in --additional-config is unknown; did you mean reserves\\? choose from admission",
+        ),
         ({"preset": "high-throughput"}, "preset in --additional-config is 'high-throughput'; choose one of"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         (

@@ -10,6 +10,7 @@ that depends on all tokens before it. So a request that the two sides see differ
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ def make_request(rng: random.Random, name: str) -> Request:
     said = rng.choice(
         [
             None,
-            {},
+            {"pointsman_tenent": "a"},
             {"pointsman_tenant": "a"},
             {"pointsman_tenant": "b", "pointsman_ttft_target": 0.5, "pointsman_retention": 7},
         ]
@@ -242,8 +243,20 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
     return runner.seen
 
 
+class Warnings(logging.Handler):
+    """Counts the warnings of fields without effect."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen["warned"] += "'pointsman_tenent'" in record.getMessage()
+
+
 def main() -> None:
     seen: Counter[str] = Counter()
+    logging.getLogger("vllm.pointsman").addHandler(Warnings(seen))
     for v2 in (False, True):
         for asynchronous, pipeline in ((False, 1), (True, 1), (False, 2)):  # other combinations are refused
             for policy in ("fcfs", "priority"):

@@ -215,6 +215,8 @@ class Cause(NamedTuple):
     """The cause, as the end of a sentence that begins "it waits: ..."."""
     holders: Callable[[Request, Parts], list[Holder]]
     """The requests that hold the resource, largest share first."""
+    remedy: str = ""
+    """What usually helps if many requests wait for this reason; "": nothing does, or it depends on another request."""
 
 
 PARKED_FOR: dict[RequestStatus, str] = {
@@ -324,45 +326,105 @@ _BLOCKS = "KV blocks"
 
 CAUSES: dict[Reason, Cause] = {
     Reason.WATERMARK: Cause(
-        _BLOCKS, "the free KV blocks are headroom for running requests (watermark)", _holders_of_blocks
+        _BLOCKS,
+        "the free KV blocks are headroom for running requests (watermark)",
+        _holders_of_blocks,
+        "a smaller watermark, at the price of more preemptions",
     ),
     Reason.FULL_SEQUENCE: Cause(
         _BLOCKS,
         "its whole sequence does not fit beside the blocks that partial prefills still need",
         _holders_of_blocks,
+        "a larger pool of KV blocks, or full_sequence_must_fit off",
     ),
-    Reason.DECODE_RESERVE: Cause(_BLOCKS, "its expected output does not fit", _holders_of_blocks),
-    Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _holders_of_blocks),
-    Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _holders_of_blocks),
-    Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _holders_of_sequence_slots),
-    Reason.BLOCKS: Cause(_BLOCKS, "too few KV blocks are free", _holders_of_blocks),
-    Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _holders_of_sequence_slots),
-    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _holders_of_budget),
+    Reason.DECODE_RESERVE: Cause(
+        _BLOCKS,
+        "its expected output does not fit",
+        _holders_of_blocks,
+        "a smaller decode_reserve, at the price of more preemptions",
+    ),
+    Reason.RESERVE: Cause(
+        _BLOCKS,
+        "the free KV blocks are kept for running requests by a reserve",
+        _holders_of_blocks,
+        "a smaller reserve, at the price of more preemptions",
+    ),
+    Reason.BYPASS: Cause(
+        _BLOCKS,
+        "the released KV blocks are kept for a request before it",
+        _holders_of_blocks,
+        "a smaller parameter kept of the reserve bypass",
+    ),
+    Reason.STEP_TIME: Cause(
+        None,
+        "it would make the step longer than its target time",
+        _holders_of_sequence_slots,
+        "a longer target of the token limit target-itl, or more replicas",
+    ),
+    Reason.BLOCKS: Cause(
+        _BLOCKS,
+        "too few KV blocks are free",
+        _holders_of_blocks,
+        "a larger pool of KV blocks, or fewer or shorter requests",
+    ),
+    Reason.SEQUENCE_LIMIT: Cause(
+        "sequence slots", "all sequence slots are taken", _holders_of_sequence_slots, "a larger max_num_seqs"
+    ),
+    Reason.BUDGET: Cause(
+        "tokens of the step's budget",
+        "the step is full",
+        _holders_of_budget,
+        "a larger max_num_batched_tokens, or a change of the token limit that the explanation names",
+    ),
     Reason.PREEMPTION: Cause(
         None,
         "running requests ran out of KV blocks; a step that preempts admits no request",
         _holders_of_blocks,
+        "if frequent, a smaller max_num_seqs, or a reserve",
     ),
     Reason.DISPLACEMENT: Cause(
         None, "requests were preempted for a more urgent one, which is admitted alone", _preemptor
     ),
-    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _holders_of_sequence_slots),
+    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _holders_of_sequence_slots, "batching mixed"),
     Reason.ADAPTER_SLOTS: Cause(
         "adapter slots",
         "other adapters hold them, or a request before it has claimed the next one",
         _holders_of_adapters,
+        "a larger max_loras",
     ),
-    Reason.PREFILL_FIRST: Cause(None, "the step is for prompts, which come before decode", _holders_of_budget),
-    Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _holders_of_prefills),
-    Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _holders_of_encoder_budget),
-    Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _holders_of_embeddings),
-    Reason.PAUSED: Cause(None, "the scheduler is paused", _no_holders),
+    Reason.PREFILL_FIRST: Cause(
+        None, "the step is for prompts, which come before decode", _holders_of_budget, "batching mixed"
+    ),
+    Reason.PARTIAL_PREFILLS: Cause(
+        "places",
+        "the maximum number of prefills is partial",
+        _holders_of_prefills,
+        "a larger max_num_partial_prefills or max_long_partial_prefills",
+    ),
+    Reason.ENCODER_BUDGET: Cause(
+        "embeddings",
+        "the encoder budget of the step is spent",
+        _holders_of_encoder_budget,
+        "a larger encoder_budget (in vLLM: max_num_batched_tokens)",
+    ),
+    Reason.ENCODER_CACHE: Cause(
+        "embeddings",
+        "other requests hold the encoder cache",
+        _holders_of_embeddings,
+        "a larger encoder_cache_size (in vLLM: max_num_batched_tokens)",
+    ),
+    Reason.PAUSED: Cause(None, "the scheduler is paused", _no_holders, "resume the scheduler"),
     Reason.IN_FLIGHT: Cause("samples", "its samples in flight must return first", _no_holders),
-    Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_holders),
-    Reason.KV_ROOM: Cause(
-        _BLOCKS, "transfers hold the maximum number of blocks, and it is next", _holders_of_transfers
+    Reason.KV_CONNECTOR: Cause(
+        None, "the connector does not know yet which KV it can load", _no_holders, "a faster connector"
     ),
-    Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_holders),
+    Reason.KV_ROOM: Cause(
+        _BLOCKS,
+        "transfers hold the maximum number of blocks, and it is next",
+        _holders_of_transfers,
+        "a larger pool of KV blocks, or a faster connector",
+    ),
+    Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_holders, "a faster connector"),
     Reason.BEHIND: Cause(None, "it is not the head of the queue", _blocker),
     Reason.PARKED: Cause(None, "it is parked", _no_holders),
     Reason.STATE: Cause(None, "the state behind its cached prefix is computed in this step", _no_holders),

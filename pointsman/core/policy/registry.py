@@ -13,13 +13,12 @@ differ from those of built-in policies. `examples/pointsman-lottery` is such a p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
-from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError
+from pointsman.core.config import SchedulerConfig, scheduler_knobs
+from pointsman.core.errors import ConfigError, did_you_mean
 from pointsman.core.knobs import policy_checks
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
@@ -72,6 +71,30 @@ def known(kind: str) -> dict[str, type[Policy]]:
 def built_in(kind: str, name: str) -> type[Policy] | None:
     """The built-in policy with this kind and name, or None."""
     return _BUILT_IN[kind].get(name)
+
+
+def readers_of(field: str) -> list[str]:
+    """The built-in policies that read an optional field of requests, each with its kind, like "order earliest-ttft"."""
+    return [
+        f"{kind} {name}"
+        for kind, policies in _BUILT_IN.items()
+        for name, policy in policies.items()
+        if field in policy.reads
+    ]
+
+
+def may_read(config: SchedulerConfig, field: str) -> bool:
+    """Whether a policy of the configuration may read an optional field of requests. Every policy that is not built in
+    may."""
+    for name, knob in scheduler_knobs().items():
+        if knob.policy is None:
+            continue
+        value = getattr(config, name)
+        for given in value if knob.is_list_of_policies else (value,):
+            policy = built_in(knob.policy.kind, parsed(given)[0]) if isinstance(given, str) else None
+            if given is not None and (policy is None or field in policy.reads):
+                return True
+    return False
 
 
 def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
@@ -128,9 +151,8 @@ def _parse_spec(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Valu
 def _nearest(kind: str, name: str) -> str:
     """The policies to choose from, beginning with a question if one of them has a name like `name`."""
     names = list(known(kind))
-    near = [_SYNONYMS[name]] if _SYNONYMS.get(name) in names else get_close_matches(name[:80], names, n=1)
-    question = f"did you mean {near[0]}? " if near else ""
-    return f"{question}choose one of {', '.join(names)}"
+    synonym = _SYNONYMS.get(name)
+    return f"{did_you_mean(synonym if synonym in names else name, names)}choose one of {', '.join(names)}"
 
 
 def _check_object(kind: str, policy: Any) -> None:

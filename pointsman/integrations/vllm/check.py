@@ -9,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pointsman.core import ConfigError, SchedulerConfig
-from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
+from pointsman.core.errors import did_you_mean
+from pointsman.files import represented
+from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of, longest_request
 from pointsman.integrations.vllm.layouts import core_groups
+from pointsman.integrations.vllm.operation import problems_of_paths
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
@@ -59,6 +64,8 @@ class Report:
     model: str
     problems: list[str] = field(default_factory=list)
     """Reasons why vLLM will not work with this scheduler, each with its remedy."""
+    problems_of_vllm: list[str] = field(default_factory=list)
+    """Reasons why vLLM will not work with any scheduler, each with its remedy."""
     unknown: str = ""
     """Reason why it is unknown whether vLLM will work with this scheduler; "": it is known."""
     not_run: list[str] = field(default_factory=list)
@@ -73,15 +80,24 @@ class Report:
     """How the layers share the KV cache, and how many requests it holds."""
     knobs: dict[str, str] = field(default_factory=dict)
     """The scheduler's knobs with their values, each with the flag that sets it."""
+    overruled: list[str] = field(default_factory=list)
+    """Options that vLLM replaces by other values, each with this value."""
+    is_on_cpu: bool = False
+    """Whether vLLM runs on the CPU here, so that some values may differ on the machine that serves."""
     socket: str = ""
+
+    @property
+    def will_not_work(self) -> bool:
+        return bool(self.problems or self.problems_of_vllm)
 
     def lines(self) -> list[str]:
         """The report as text."""
         found = [f"vLLM {self.version}: {self._version_status()}", f"model {self.model}"]
-        if self.problems:
+        if self.will_not_work:
             found.append("it will not work:")
-            found += [f"  - {problem}" for problem in self.problems]
-            found.append(f"  - or {GO_BACK}")
+            found += [f"  - {problem}" for problem in (*self.problems_of_vllm, *self.problems)]
+            if not self.problems_of_vllm:
+                found.append(f"  - or {GO_BACK}")
         elif self.unknown:
             found.append(
                 f"it is not known whether the model will work, as its layers were not built here: {self.unknown}"
@@ -98,6 +114,9 @@ class Report:
             found.append("the scheduler's knobs:")
             width = max(map(len, self.knobs))
             found += [f"  {name:{width}}  {value}" for name, value in self.knobs.items()]
+        found += self.overruled
+        if self.knobs and self.is_on_cpu:
+            found.append("these are the values on a CPU, as this machine has; they may differ on a machine with a GPU")
         if self.socket:
             found.append(f"pointsman explain: {self.socket}")
         if self.not_simulated is not None:
@@ -145,7 +164,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.problems.append(problem)
         return report
     from_log = None if log is None else _read_log(log)
-    vllm_config = _make_vllm_config(model, options)
+    vllm_config, given = _make_vllm_config(model, options)
     problem = problem_of_version(vllm.__version__, allows_untested=_allows_untested(vllm_config))
     if problem is not None:
         report.problems.append(problem)
@@ -161,7 +180,11 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.not_simulated = lacking_in_simulator(vllm_config, _as_kv_cache_config(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
+    report.overruled = _overruled_options(given, vllm_config)
+    report.is_on_cpu = vllm_config.device_config.device_type == "cpu"
     report.groups += _capacity_lines(vllm_config, groups, from_log)
+    if groups is not None:
+        _check_capacity(report, vllm_config, groups)
     return report
 
 
@@ -196,20 +219,19 @@ def _capacity_lines(vllm_config: VllmConfig, groups: Groups | None, from_log: st
     """Lines of the report: the blocks of a request of the model's maximum length, and the number of such requests that
     fit."""
     lines = []
-    cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
-    memory = cache.kv_cache_memory_bytes
+    length = vllm_config.model_config.max_model_len
     if groups is not None and groups.request_blocks:
         size = groups.request_blocks * groups.block_bytes / 2**20
         blocks = f"{groups.request_blocks} block{'s' * (groups.request_blocks > 1)}"
         lines.append(f"a request of {length:,} tokens takes at most {blocks}, {size:,.4g} MiB")
-        num_blocks = cache.num_gpu_blocks_override or (memory and memory // groups.block_bytes)
-        if num_blocks:
+        num_blocks = _num_blocks(vllm_config, groups)
+        if num_blocks is not None:
             fit = max(0, num_blocks - 1) / groups.request_blocks  # one block is vLLM's null block
             shown = f"{fit:.3g}" if fit < 100 else f"{fit:,.0f}"
             lines.append(f"{shown} such requests fit {num_blocks:,} blocks")
     if from_log is not None:
         lines.append(from_log)
-    elif not (memory or cache.num_gpu_blocks_override):
+    elif not (vllm_config.cache_config.kv_cache_memory_bytes or vllm_config.cache_config.num_gpu_blocks_override):
         lines.append(
             "how many requests fit is known from --kv-cache-memory-bytes, --num-gpu-blocks-override, or --log with the "
             "log of a vLLM that has started"
@@ -217,19 +239,53 @@ def _capacity_lines(vllm_config: VllmConfig, groups: Groups | None, from_log: st
     return lines
 
 
-def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
-    """vLLM's configuration, constructed as in its server."""
+def _num_blocks(vllm_config: VllmConfig, groups: Groups) -> int | None:
+    """Number of blocks of the pool, with vLLM's null block; None: it is known once vLLM has loaded the model."""
+    cache = vllm_config.cache_config
+    if cache.num_gpu_blocks_override:
+        return int(cache.num_gpu_blocks_override)
+    return cache.kv_cache_memory_bytes // groups.block_bytes if cache.kv_cache_memory_bytes else None
+
+
+def _check_capacity(report: Report, vllm_config: VllmConfig, groups: Groups) -> None:
+    """Add to the report: that the pool is too small for a request of the model's maximum length."""
+    model, needed = vllm_config.model_config, groups.request_blocks + 1  # one block is vLLM's null block
+    num_blocks = _num_blocks(vllm_config, groups) if groups.request_blocks else None
+    if num_blocks is None or num_blocks >= needed:
+        return
+    longest = longest_request(vllm_config, groups, num_blocks - 1)
+    if getattr(model, "original_max_model_len", None) == -1:
+        report.groups.append(f"vLLM lowers --max-model-len to {longest:,} tokens, the longest request that fits")
+        return
+    if vllm_config.cache_config.num_gpu_blocks_override:
+        more = f"--num-gpu-blocks-override {needed}"
+    else:
+        more = f"--kv-cache-memory-bytes {needed * groups.block_bytes} (on a CPU: a larger VLLM_CPU_KVCACHE_SPACE)"
+    shorter = f"give --max-model-len {longest}, or {more}" if longest else f"give {more}"
+    report.problems_of_vllm.append(
+        f"the KV cache of {num_blocks:,} blocks holds no request of more than {longest:,} tokens, and --max-model-len "
+        f"is {model.max_model_len:,}, so vLLM does not start: {shorter}"
+    )
+
+
+def _make_vllm_config(model: str, options: list[str]) -> tuple[VllmConfig, dict[str, Any]]:
+    """vLLM's configuration, constructed as in its server; and the options whose values are not their defaults."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = _add_vllm_options(FlexibleArgumentParser(prog="pointsman vllm check"))
-    words = io.StringIO()
+
+    plain: ArgumentParser = parser  # its members are Python's, not assumptions about vLLM
+
+    def refuse(message: str) -> NoReturn:
+        raise CannotCheck(_rejection(message, plain._option_string_actions)) from None
+
+    plain.error = refuse  # type: ignore[method-assign]
     try:
-        with contextlib.redirect_stderr(words), contextlib.redirect_stdout(words):
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             given = parser.parse_args(options)
     except SystemExit:
-        said = words.getvalue().strip().splitlines() or ["--help"]
-        raise CannotCheck(f"vLLM rejects these options: {said[-1]}") from None
+        raise CannotCheck("vLLM rejects these options: leave --help out") from None
     chosen = given.scheduler_cls
     if chosen not in (None, SCHEDULER_CLS, parser.get_default("scheduler_cls")):
         raise CannotCheck(
@@ -237,10 +293,71 @@ def _make_vllm_config(model: str, options: list[str]) -> VllmConfig:
             + (" (Observer is vLLM's own scheduler and needs no check)" if chosen == OBSERVER_CLS else "")
         )
     given.model = model
+    changed = {name: value for name, value in vars(given).items() if value != plain.get_default(name)}
     try:
-        return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        return AsyncEngineArgs.from_cli_args(given).create_engine_config(), changed
     except Exception as error:  # the type of the error depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
+
+
+_MAY_BE_OVERRULED = {
+    "async_scheduling": "scheduler_config",
+    "enable_chunked_prefill": "scheduler_config",
+    "max_num_batched_tokens": "scheduler_config",
+    "max_num_seqs": "scheduler_config",
+    "enable_prefix_caching": "cache_config",
+    "block_size": "cache_config",
+    "kv_cache_memory_bytes": "cache_config",
+}
+"""Options that vLLM replaces by other values on some devices or for some models, each with the part of `VllmConfig`
+that has the value."""
+
+
+def _overruled_options(given: Mapping[str, Any], vllm_config: VllmConfig) -> list[str]:
+    """A line of the report for each given option for which vLLM runs with another value."""
+    lines = []
+    for name, part in _MAY_BE_OVERRULED.items():
+        value, used = given.get(name), getattr(getattr(vllm_config, part), name, None)
+        if value is not None and used != value:
+            lines.append(f"vLLM overrules {_as_option(name, value)} here, and runs with {_as_option(name, used)}")
+    return lines
+
+
+def _as_option(name: str, value: Any) -> str:
+    """An option as on the command line: "--no-async-scheduling", "--block-size 16"."""
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{dashed}" if value else f"--no-{dashed}"
+    return f"--{dashed} {value}"
+
+
+def _rejection(message: str, known: Iterable[str]) -> str:
+    """The error about options that vLLM's parser rejects.
+
+    Args:
+        message: error of the parser.
+        known: all options of the parser.
+    """
+    if found := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
+        return f"vLLM has no option {found[1]}; {did_you_mean(found[1], known)}vllm serve --help=all lists the options"
+    found = re.fullmatch(
+        r"argument ([^\s/]+)\S*: Value (.*) cannot be converted to <function loads .*", message, re.DOTALL
+    )
+    if found:
+        option, value = found.groups()
+        return (
+            f"{option} is {represented(value)}, which is not JSON{_json_error(value)}; correct it, or check its quotes"
+        )
+    return f"vLLM rejects these options: {message}"
+
+
+def _json_error(text: str) -> str:
+    """What is wrong with a JSON text, in parentheses; "" if nothing is."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return f" ({error.msg} at character {error.pos + 1})"
+    return ""
 
 
 def _with_scheduler_cls(options: list[str]) -> list[str]:
@@ -337,6 +454,7 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
             check_recording(settings.record)
         except ConfigError as error:
             report.problems.append(str(error))
+    report.problems += problems_of_paths(settings, vllm_config)
     report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
     socket = settings.socket
     report.socket = "no socket" if socket == "" else f"--socket {socket or 'PATH, which vLLM logs at the start'}"

@@ -193,6 +193,17 @@ class ControlSocket:
             client.send({"error": str(error)})
 
 
+def check_socket_path(path: str) -> None:
+    """Check that a `ControlSocket` can listen on `path`, without leaving a socket there.
+
+    Raises:
+        ConfigError: as for `ControlSocket`.
+    """
+    path = os.path.abspath(path)
+    with closing(_listen(path)):
+        os.unlink(path)
+
+
 def new_socket_path() -> str:
     """A path for this process in a folder that only this user can access. Sockets of killed processes are removed from
     that folder, because vLLM usually kills its engine process."""

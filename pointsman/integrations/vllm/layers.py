@@ -7,6 +7,8 @@ no data, and then reads the KV of the layers as vLLM's model runner does. Buildi
 from __future__ import annotations
 
 import tempfile
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -89,7 +91,6 @@ def _layer_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def _form_groups(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
-    from vllm.utils.math_utils import cdiv
     from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.worker.worker_base import WorkerBase
@@ -108,11 +109,32 @@ def _form_groups(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Grou
     finally:
         cache.num_gpu_blocks_override = override
     groups = config.kv_cache_groups
-    needed = sum(
+    return Groups(groups, _PLENTY // config.num_blocks, _num_request_blocks(vllm_config, groups))
+
+
+def _num_request_blocks(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Maximum number of blocks that a request of `max_model_len` tokens holds."""
+    from vllm.utils.math_utils import cdiv
+
+    return sum(
         cdiv(group.kv_cache_spec.max_memory_usage_bytes(vllm_config), group.kv_cache_spec.page_size_bytes)
         for group in groups
     )
-    return Groups(groups, _PLENTY // config.num_blocks, needed)
+
+
+def longest_request(vllm_config: VllmConfig, groups: Groups, num_blocks: int) -> int:
+    """Number of tokens of the longest request, up to `max_model_len`, that fits `num_blocks` blocks; 0: none fits."""
+    model = vllm_config.model_config
+    longest = model.max_model_len
+
+    def needs_more(length: int) -> bool:
+        model.max_model_len = length  # the number of blocks of some layers depends on it
+        return _num_request_blocks(vllm_config, groups.groups) > num_blocks
+
+    try:
+        return bisect_left(range(1, longest + 1), True, key=needs_more)
+    finally:
+        model.max_model_len = longest
 
 
 def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:

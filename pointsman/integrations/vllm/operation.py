@@ -16,7 +16,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pointsman.core import ConfigError, Explanation, Request, Scheduler
-from pointsman.integrations.vllm.control import Client, ControlError, ControlSocket
+from pointsman.files import check_writable
+from pointsman.integrations.vllm.control import Client, ControlError, ControlSocket, check_socket_path
 from pointsman.integrations.vllm.recordings import RecordingFile, Recordings
 from pointsman.integrations.vllm.settings import Settings
 from pointsman.integrations.vllm.support import untested_parts
@@ -144,8 +145,37 @@ def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | No
     if path is None:
         return None
     path = path_of_rank(path, vllm_config)
-    try:
+    with _recording_errors(path):
         return RecordingFile.create(path)
+
+
+def problems_of_paths(settings: Settings, vllm_config: VllmConfig) -> list[str]:
+    """The errors with which a start would fail at the paths of the control socket and of the recording. Nothing is left
+    at these paths."""
+    problems = []
+    try:
+        if settings.socket:
+            check_socket_path(path_of_rank(settings.socket, vllm_config))
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        if settings.record is not None:
+            _check_record(path_of_rank(settings.record, vllm_config))
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _check_record(path: str) -> None:
+    with _recording_errors(path):
+        check_writable(path)
+
+
+@contextmanager
+def _recording_errors(path: str) -> Iterator[None]:
+    """Context that reports an error of the file of a recording as ConfigError, with the remedy."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}; choose another file") from None
 

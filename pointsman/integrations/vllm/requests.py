@@ -17,6 +17,7 @@ from pointsman.core import EncoderInput, Request, RequestRefused
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.integrations.vllm.encoder_inputs import shift_inputs
+from pointsman.integrations.vllm.policy_fields import FOR_POLICIES
 from pointsman.integrations.vllm.views import set_status
 
 if TYPE_CHECKING:
@@ -101,15 +102,6 @@ def to_request(
         metadata=request,
         **_policy_fields(sampling),
     )
-
-
-FOR_POLICIES = {
-    "pointsman_tenant": "tenant",
-    "pointsman_ttft_target": "ttft_target",
-    "pointsman_retention": "retention",
-}
-"""Keys of `extra_args` in sampling parameters (`vllm_xargs` of a request over HTTP), with the names of the core's
-fields."""
 
 
 def _policy_fields(sampling: SamplingParams | None) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.operation import Operation, open_record
+from pointsman.integrations.vllm.policy_fields import FieldWarnings
 from pointsman.integrations.vllm.requests import Sessions, check_retention, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
     REASONS,
@@ -200,6 +201,7 @@ class Scheduler:
         self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, which alone sends outputs
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
+        self._field_warnings = FieldWarnings(config)
         self._last_step: Step | None = None  # the step that was updated last; new drafts follow its tokens
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
@@ -300,6 +302,8 @@ class Scheduler:
                 encoder_inputs=self._read_inputs(request),
             )
             check_retention(ours, self._max_retention)
+            if request.sampling_params is not None:
+                self._field_warnings.check(request.sampling_params.extra_args)
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
         except RequestRefused as error:
             logger.error("%s", error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.errors import did_you_mean
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.integrations.vllm.encoder_inputs import encoder_sizes
 from pointsman.integrations.vllm.support import NEWEST, is_before
@@ -110,10 +111,10 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
     for name, value in (("socket", socket), ("record", record)):
         if value is not None and not _is_path(value):
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
-    if preset not in (known := ("default", "auto", *SYSTEMS)):
+    if preset not in (presets := ("default", "auto", *SYSTEMS)):
         raise ConfigError(
-            f"preset in --additional-config is {preset!r}; choose one of {', '.join(known)} (other presets, such as "
-            f"{next(name for name in PRESETS if name not in known)}, set knobs that vLLM's own flags set)"
+            f"preset in --additional-config is {preset!r}; choose one of {', '.join(presets)} (other presets, such as "
+            f"{next(name for name in PRESETS if name not in presets)}, set knobs that vLLM's own flags set)"
         )
     if preset == "vllm" and is_before(version, "0.33"):
         preset = "vllm-0.32"
@@ -129,8 +130,10 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
                 "scheduler vLLM has none, as KV connectors do not run; leave preemption_mode out"
             )
         if name not in KNOBS:
-            choice = ", ".join(sorted(KNOBS | _OF_DROP_IN))
-            raise ConfigError(f"{name} in --additional-config is unknown; choose from {choice}")
+            known = sorted(KNOBS | _OF_DROP_IN)
+            raise ConfigError(
+                f"{name} in --additional-config is unknown; {did_you_mean(name, known)}choose from {', '.join(known)}"
+            )
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
     return Settings({**of_preset, **knobs}, socket, record, retention, untested)
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from pointsman.core import Reason, Scheduler, SchedulerConfig
+from pointsman.core.observe.explain import CAUSES
 from pointsman.core.state.status import ParkReason
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -39,6 +40,12 @@ def test_every_reason_has_a_line_with_a_remedy() -> None:
         {park.value for park in ParkReason},
     ]
     assert [reason for table in found for reason, cells in table.items() if not all(cells)] == []
+
+
+def test_a_reason_has_a_remedy_in_code_where_the_document_has_one() -> None:
+    (reasons, _) = tables("reference/metrics.md")
+    without = {reason for reason, cells in reasons.items() if cells[-1] == "nothing"}
+    assert {reason.value for reason, cause in CAUSES.items() if not cause.remedy} == without | {"behind", "parked"}
 
 
 def test_the_reasons_are_the_labels_of_the_metrics() -> None:

@@ -11,7 +11,7 @@ from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.policy import registry
 from pointsman.core.policy.order import FirstComeFirstServed
 from pointsman.core.policy.policy import Parameter, Policy, spec_of
-from pointsman.core.policy.registry import KINDS, known, make, parsed
+from pointsman.core.policy.registry import KINDS, check_policies, known, make, parsed
 from tests.core.helpers import Host, names, small_config
 
 
@@ -134,9 +134,18 @@ def test_a_configuration_as_a_dict_has_names_of_policies() -> None:
         ["watermark:share=0.1"],
         [],
     ), "its parameters are unknown, so a replay cannot construct it"
-    with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of policy names or policy objects"):
-        small_config(reserves="watermark")
     assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
+
+
+def test_one_policy_name_is_accepted_as_a_list() -> None:
+    config = small_config(reserves="growth", token_limits="target-itl:seconds=0.05")
+    assert (config.reserves, config.token_limits) == (("growth",), ("target-itl:seconds=0.05",))
+    with pytest.raises(ConfigError, match="no reserve policy is called 'grwth'; did you mean growth"):
+        check_policies(small_config(reserves="grwth"))
+    with pytest.raises(
+        ConfigError, match=r'reserves is 3; give a list of policy .*, such as \["watermark:share=0.02"\]'
+    ):
+        small_config(reserves=3)
 
 
 def test_a_reserve_given_by_name_equals_the_knob() -> None:
