@@ -32,7 +32,7 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import BackgroundFile, Recorder
 from pointsman.engine.interruption import exit_on_signals
-from pointsman.engine.kernels.ahead import kernels_compiled_ahead
+from pointsman.engine.kernels_ahead import kernels_compiled_ahead
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.named import SERVED, default_served_model
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import first_line
 from pointsman.engine.interruption import exit_on_signals
-from pointsman.engine.kernels.ahead import kernels_compiled_ahead
+from pointsman.engine.kernels_ahead import kernels_compiled_ahead
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.stats import DEFAULT_INTERVAL

@@ -5,7 +5,7 @@
 
 Kernels are compiled once for a machine and kept on disk, which takes about ten seconds of one core. The engine needs
 its first kernel some seconds after its start, and then compiles one kernel after the other. The process compiles them
-in another order, so the two share the work (`disk_cache.one_process`). A marker in the user's cache folder tells later
+in another order, so the two share the work (`kernels/disk_cache.py`). A marker in the user's cache folder tells later
 starts that all kernels are on disk. Without the process, or if it fails, the engine compiles all kernels itself.
 """
 
@@ -80,7 +80,7 @@ def _marker(types: tuple[str, str]) -> Path | None:
 
     here = Path(__file__).parent
     digest = blake2b(digest_size=8)
-    for path in sorted([*here.glob("*.py"), *here.parent.glob("sampling/race*.py")]):
+    for path in sorted([*here.glob("kernels/*.py"), *here.glob("sampling/race*.py")]):
         digest.update(path.read_bytes())
     libraries = [version("numba"), version("numpy"), sys.version, os.environ.get("NUMBA_CACHE_DIR", str(here))]
     digest.update("\n".join([*libraries, *types]).encode())

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.kernels import ahead
-from pointsman.engine.kernels.ahead import kernels_compiled_ahead
+from pointsman.engine import kernels_ahead as ahead
+from pointsman.engine.kernels_ahead import kernels_compiled_ahead
 
 ON_CPU = {"device": "cpu"}
 COMPILE = """
