@@ -112,7 +112,7 @@ def compare(
     for name, config in configs.items():
         outcome, outside = _simulate_config(name, happened, config, profile)
         if name == SIMULATED:
-            check = _simulation_errors(happened, outcome)
+            check = _simulation_errors(path, happened, outcome)
         rows.append(Row(name, make_report(outcome, config), outside))
     assert check is not None
     title = f"{Path(path).name}: {observed.model} on {observed.scheduler}"
@@ -221,11 +221,20 @@ def _simulate_config(
     return outcome, {part: value for part, value in most.items() if value > known[part][1]}
 
 
-def _simulation_errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
-    """Errors of the simulation with vLLM's own settings, relative to vLLM's measured times."""
+def _simulation_errors(path: str, happened: Replayed, outcome: Outcome) -> RequestErrors:
+    """Errors of the simulation with vLLM's own settings, relative to vLLM's measured times.
+
+    Raises:
+        CommandError: no request runs in the simulation, or measured times are zero, so there are no errors.
+    """
     lengths = [request.num_output_tokens for request in happened.trace]
     predicted, measured = times_of(outcome, lengths), times_of(happened.outcome, lengths)
     has_run = np.isfinite(predicted.last_token).nonzero()[0]
+    if not len(has_run) or not measured[has_run].e2e.all() or not np.percentile(measured[has_run].ttft, 50):
+        raise CommandError(
+            f"{path}: the recorded times cannot be compared with a simulation: no request runs with the recorded "
+            "settings, or requests take no time; make a new recording"
+        )
     return RequestErrors.between(predicted[has_run], measured[has_run])
 
 

@@ -120,7 +120,7 @@ def from_requests(
     progress: Progress | None = None,
 ) -> Calibration:
     """As `calibrate`, for timings of requests as `read_measurements` returns them."""
-    num_train = _num_train(train, len(measured), "requests", MIN_TRAIN, MAX_DEFAULT_TRAIN)
+    num_train = _num_train(train, len(measured), "requests", MIN_TRAIN, MAX_DEFAULT_TRAIN, source)
     _check_times(measured, source)
     config = _config(measured, settings, source)
     times = Times.of(measured)
@@ -161,7 +161,7 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
     loads late in the recording matter as much as early ones.
     """
     num_steps = len(log.seconds)
-    num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps)
+    num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps, path)
     step_time = fit_steps(log.loads[:num_train], log.seconds[:num_train])
     predicted = predict_steps(step_time, log.loads)
     training = StepErrors.between(predicted[:num_train], log.seconds[:num_train])
@@ -191,12 +191,15 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
 # ---------------------------------------------------------------------- checks
 
 
-def _num_train(train: int | None, count: int, what: str, minimum: int, maximum: int) -> int:
+def _num_train(
+    train: int | None, count: int, what: str, minimum: int, maximum: int, source: str | PathLike[str]
+) -> int:
     if train is None:
         train = min(count // 2, maximum)
         if train < minimum:
             raise CalibrationError(
-                f"the log has {count} {what}; a fit needs at least {2 * minimum}, half to judge it by: record more"
+                f"{source}: the log has {count} {what}; a fit needs at least {2 * minimum}, half to judge it by: "
+                "record more"
             )
         return train
     if train >= count:

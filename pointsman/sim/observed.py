@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core import Scheduler, SchedulerConfig, SchedulerStats
 from pointsman.core.policy.registry import check_policies
 from pointsman.core.recording import check_num_blocks
 from pointsman.files import MAX_MESSAGE, shown
@@ -56,6 +56,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
         check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
         check_policies(config)
+        stats = Scheduler(config).stats()
     except (ValueError, TypeError) as error:
         raise SimulationError(
             f"{source}: the recorded settings cannot be used: {shown(str(error), MAX_MESSAGE)}; make a new recording"
@@ -73,7 +74,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     chosen = recorded[:limit]
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
-    outcome = _outcome(observed, chosen, config, start)
+    outcome = _outcome(observed, chosen, config, start, stats)
     return Replayed(trace, config, outcome, recorded)
 
 
@@ -85,7 +86,13 @@ def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:
     return Times(timings.arrival[:count], timings.first_token[:count], timings.last_token[:count], lengths)
 
 
-def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: SchedulerConfig, start: float) -> Outcome:
+def _outcome(
+    observed: Observed,
+    requests: Sequence[ObservedRequest],
+    config: SchedulerConfig,
+    start: float,
+    stats: SchedulerStats,
+) -> Outcome:
     ended = observed.ended - start
     timings = Timings(len(requests))
     for request in requests:
@@ -110,7 +117,7 @@ def _outcome(observed: Observed, requests: Sequence[ObservedRequest], config: Sc
         timeline.events.append(Event(end, 1, rows, tokens, waiting, max(0.0, 1 - free / usable)))
     looked_up = sum(request.num_prompt_tokens for request in requests) if config.enable_prefix_caching else 0
     stats = replace(
-        Scheduler(config).stats(),
+        stats,
         num_steps=len(ended),
         num_scheduled_tokens=int(steps["num_tokens"].sum()),
         num_generated_tokens=sum(request.num_output_tokens for request in requests),

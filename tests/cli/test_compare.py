@@ -130,6 +130,17 @@ def test_a_server_with_features_that_the_simulator_lacks_is_refused(
     )
 
 
+def test_the_error_names_the_recording(pointsman: Run, tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    short = write_observed(tmp_path / "short.jsonl", observed_lines(1))
+    for command in (("vllm", "compare"), ("calibrate",)):
+        assert "short.jsonl: the log has" in pointsman(*command, short).errors[0]
+    header, *others = lines
+    refused = {**header, "config": {**header["config"], "kv_load_timeout": 5}}
+    finished = pointsman("vllm", "compare", write_observed(tmp_path / "refused.jsonl", [refused, *others]))
+    assert finished.code == 2
+    assert "refused.jsonl: the recorded settings cannot be used: kv_load_timeout is 5" in finished.errors[0]
+
+
 def test_replay_refuses_an_observed_recording(recording: Path) -> None:
     with pytest.raises(RecordingError, match=r"the recording was observed: vLLM 0\.32\.0 made"):
         replay(recording.read_text().splitlines())
