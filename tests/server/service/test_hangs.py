@@ -345,7 +345,7 @@ def test_questions_to_a_stalled_engine_fail_immediately(monkeypatch: pytest.Monk
                 await question
         assert len(await fleet.ask_each(Stats())) == 1
         assert b'pointsman:engine_up{engine="1",model_name="demo"} 1.0' in (await metrics.render())[0]
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 5.0, "the limit of a hang is 30 s"
         assert not await fleet.engines[0].ask(IsPaused()), "a command that not all engines can follow is sent to none"
         continue_process(fleet.engines[1])
         await until(lambda: not fleet.engines[1].is_slow)
@@ -366,7 +366,7 @@ def test_killed_silent_engine_is_restarted_only_once() -> None:
         assert fleet.num_restarts == [0, 1] and fleet.num_hangs == [0, 0]
         assert max(one.num_deaths for one in streams.values()) == 1
 
-    with_fleet(test)
+    with_fleet(test, timeout=30.0)
 
 
 def test_without_resumes_a_hang_is_an_error_for_its_requests_alone() -> None:
