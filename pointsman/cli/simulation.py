@@ -16,7 +16,7 @@ from pointsman.cli.knobs import scheduler_values, size
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
-from pointsman.core.policy.registry import built_in, check_policies
+from pointsman.core.policy.registry import check_policies, fields_read
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.core.recording import check_num_blocks
 from pointsman.sim.devices import DEVICES, device
@@ -322,8 +322,7 @@ def service_of_options(options: Mapping[str, Any], preset: str | None, *, as_vll
 
 
 def _check_retention_is_read(retention: float, eviction: str) -> None:
-    policy = built_in("eviction", eviction.partition(":")[0])  # another policy may read it
-    if policy is not None and "retention" not in policy.reads:
+    if "retention" not in fields_read({"eviction": eviction}):
         raise CommandError(
             f"--retention is {retention:g}, but the eviction policy {eviction} does not read it; leave it out, or add "
             "--eviction retention"

@@ -12,12 +12,12 @@ differ from those of built-in policies. `examples/pointsman-lottery` is such a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
-from pointsman.core.config import SchedulerConfig, scheduler_knobs
+from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, did_you_mean
 from pointsman.core.knobs import policy_checks
 from pointsman.core.policy.bypass import Bypass
@@ -43,6 +43,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 """Required attributes of a policy besides its name, for each kind of policy."""
 RENAMED = {"displaces": "is_preemptive", "horizon": "guaranteed_steps"}
 """Old names of policy attributes, mapped to the new names. The old names stay valid for one release."""
+_URGENCY = frozenset({"priority", "ttft_target"})
+_FIELDS = {"order": _URGENCY, "victim": _URGENCY, "eviction": frozenset({"retention"})}
+"""Fields of requests that policies of a kind may read, and that have no effect unless a policy reads them."""
 _SYNONYMS = {"fifo": "fcfs", "sjf": "shortest-prefill"}
 """Common names of policies that have another name here."""
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
@@ -83,18 +86,20 @@ def readers_of(field: str) -> list[str]:
     ]
 
 
-def may_read(config: SchedulerConfig, field: str) -> bool:
-    """Whether a policy of the configuration may read an optional field of requests. Every policy that is not built in
-    may."""
-    for name, knob in scheduler_knobs().items():
-        if knob.policy is None:
-            continue
-        value = getattr(config, name)
-        for given in value if knob.is_list_of_policies else (value,):
-            policy = built_in(knob.policy.kind, parsed(given)[0]) if isinstance(given, str) else None
-            if given is not None and (policy is None or field in policy.reads):
-                return True
-    return False
+def fields_read(policies: Mapping[str, Any]) -> frozenset[str]:
+    """The fields among `priority`, `ttft_target` and `retention` of requests that policies read. A policy that is not
+    built in, such as one of an installed package, counts as reading all fields that policies of its kind may read.
+
+    Args:
+        policies: the policies by kind, as in `SchedulerConfig.to_dict()`; other keys are ignored.
+    """
+    read: frozenset[str] = frozenset()
+    for kind, fields in _FIELDS.items():
+        spec = policies.get(kind)
+        if spec is not None:
+            policy = built_in(kind, str(spec).partition(":")[0])  # without parameters
+            read |= fields if policy is None else policy.reads & fields
+    return read
 
 
 def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:

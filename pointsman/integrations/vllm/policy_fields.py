@@ -8,7 +8,7 @@ from typing import Any
 
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import did_you_mean
-from pointsman.core.policy.registry import may_read, readers_of
+from pointsman.core.policy.registry import fields_read, readers_of
 from pointsman.files import represented
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
@@ -33,9 +33,9 @@ class FieldWarnings:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        # The tenant is not among them: films show it, whether or not a policy reads it.
-        fields = {key: field for key, field in FOR_POLICIES.items() if field != "tenant"}
-        self._unread = {key: field for key, field in fields.items() if not may_read(config, field)}
+        # Films show the tenant, whether or not a policy reads it.
+        read = fields_read(config.to_dict()) | {"tenant"}
+        self._unread = {key: field for key, field in FOR_POLICIES.items() if field not in read}
         self._warned: set[str] = set()
 
     def check(self, extra_args: Mapping[str, Any] | None) -> None:

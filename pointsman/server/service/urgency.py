@@ -4,10 +4,9 @@ A client must not rely on a field without effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pointsman.core.policy.registry import built_in
+from pointsman.core.policy.registry import fields_read
 from pointsman.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -15,23 +14,6 @@ if TYPE_CHECKING:
     from pointsman.server.wire.messages import EngineInfo
 
 PRIORITY, TTFT_TARGET, RETENTION = "priority", "ttft_target", "retention"
-
-
-def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
-    """The fields among `priority`, `ttft_target` and `retention` that the server's policies read. A policy that is not
-    built in, such as one of an installed package, counts as reading all fields that policies of its kind may read.
-
-    Args:
-        scheduler: the scheduler's configuration, from `SchedulerConfig.to_dict()`.
-    """
-    both = frozenset({PRIORITY, TTFT_TARGET})
-    read: frozenset[str] = frozenset()
-    for kind, fields in {"order": both, "victim": both, "eviction": frozenset({RETENTION})}.items():
-        spec = scheduler.get(kind)
-        if spec is not None:
-            policy = built_in(kind, str(spec).partition(":")[0])  # without parameters
-            read |= fields if policy is None else policy.reads & fields
-    return read
 
 
 def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, config: ServerConfig) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pointsman.core import SchedulerConfig
-from pointsman.core.policy.registry import known
+from pointsman.core.policy.registry import fields_read, known
 from pointsman.server.config import ServerConfig
-from pointsman.server.service.urgency import check_priority_is_read, check_retention, check_urgency, fields_read
+from pointsman.server.service.urgency import check_priority_is_read, check_retention, check_urgency
 from pointsman.server.wire.errors import ApiError
 from tests.server.engine_info import SCHEDULER, engine_info
 from tests.server.orders import ByUrgency
