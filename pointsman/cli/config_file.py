@@ -11,7 +11,6 @@ have the types of the options; null leaves an option at its default.
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -20,6 +19,7 @@ from pointsman.cli.errors import CommandError, missing_library
 from pointsman.cli.options import SIZES
 from pointsman.cli.scheduler_options import NUMBERS_OR_WORDS
 from pointsman.cli.vllm_options import explanation
+from pointsman.core.errors import did_you_mean
 from pointsman.files import MAX_WRITTEN, read_input, represented, shown
 
 KINDS = {
@@ -114,9 +114,7 @@ def _check_entries(
         if name not in options and (why := explanation(name)) is not None:
             raise CommandError(f"{place}: {represented(key)} is an option of vllm serve. {why}")
         if name not in options:
-            raise CommandError(
-                f"{place}: {represented(key)} is not an option{_nearest_option_hint(name[:80], options)}"
-            )
+            raise CommandError(f"{place}: {represented(key)} is not an option{_nearest_option_hint(name, options)}")
         if name in lines:
             raise CommandError(f"{place}: {key} was set in line {lines[name]} already; remove one of the two lines")
         lines[name] = line
@@ -126,8 +124,7 @@ def _check_entries(
 
 
 def _nearest_option_hint(name: str, options: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, options, n=1)
-    return f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists them all"
+    return f"; {did_you_mean(name, options).rstrip() or 'pointsman serve --help lists them all'}"
 
 
 def typed(place: str, name: str, value: Any, annotation: Any) -> Any:

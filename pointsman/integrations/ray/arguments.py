@@ -9,7 +9,6 @@ file of Serve passes values with their types.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 from pointsman.cli.config_file import KINDS, option_type, typed
 from pointsman.cli.errors import CommandError
 from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
+from pointsman.core.errors import did_you_mean
 
 NO_MEANING = {
     "host": "Serve's proxies listen; set http_options in a configuration file of Serve, or use serve start --http-host",
@@ -106,11 +106,9 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
             except CommandError as error:
                 raise RayError(str(error)) from None
         else:
-            close = difflib.get_close_matches(name, [*FILE_OPTIONS, *SERVE_OPTIONS], n=1)
-            hint = (
-                f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists the options of the server"
-            )
-            raise RayError(f"{given} is not an argument of build_app{hint}")
+            near = did_you_mean(name, [*FILE_OPTIONS, *SERVE_OPTIONS]).rstrip()
+            hint = near or "pointsman serve --help lists the options of the server"
+            raise RayError(f"{given} is not an argument of build_app; {hint}")
     own = {name: values.pop(name) for name in SERVE_OPTIONS if name in values}
     config = values.pop("config", None)
     try:
