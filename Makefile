@@ -76,6 +76,7 @@ serve: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/pointsman generate
+
 # The course, and a film to step through, are pages of the site.
 docs: $(INSTALLED)
 	$(BIN)/python scripts/build_docs.py build/docs

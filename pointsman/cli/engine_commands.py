@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman.cli import options
 from pointsman.cli.display import choose_display, one_line
-from pointsman.cli.errors import EXIT_FAILED, EXIT_TERMINATED, CommandError, log_to_stderr, not_installed
+from pointsman.cli.errors import (
+    EXIT_FAILED,
+    EXIT_TERMINATED,
+    CommandError,
+    log_to_stderr,
+    missing_library,
+    not_installed,
+)
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
 from pointsman.cli.serve import serve_settings
@@ -117,10 +124,10 @@ def serve(
     values["model"] = options.one_model(model_argument, values["model"])
     settings = serve_settings({"preset": preset, **values}, config, os.environ, _default_model)
     wait_briefly()
+    for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
+        if find_spec(name) is None:  # `run` would report a missing library only after loading the model
+            raise CommandError(missing_library("serve", name, "server"))
     try:
-        for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
-            if find_spec(name) is None:  # `run` would report a missing library only after loading the model
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise not_installed("serve", error, "server") from None

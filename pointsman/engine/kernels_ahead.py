@@ -81,7 +81,8 @@ def _marker(types: tuple[str, str]) -> Path | None:
     here = Path(__file__).parent
     digest = blake2b(digest_size=8)
     for path in sorted([*here.glob("kernels/*.py"), *here.glob("sampling/race*.py")]):
-        digest.update(path.read_bytes())
+        stamp = path.stat()  # as numba, which compiles again when a file is installed again
+        digest.update(f"{path.name} {stamp.st_mtime_ns} {stamp.st_size}\n".encode())
     libraries = [version("numba"), version("numpy"), sys.version, os.environ.get("NUMBA_CACHE_DIR", str(here))]
     digest.update("\n".join([*libraries, *types]).encode())
     try:

@@ -118,11 +118,7 @@ def run(
 
     connections = Connections(num_connections, per_address=config.max_connections_per_address)
     wait_briefly()  # for the engine process, which inherits it: idle threads should sleep, not spin
-    with (
-        listening(config) as sock,
-        kernels_compiled_ahead(options),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         # The event loop handles signals later, but does not run yet.
         with exit_on_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
             name, options = options.get("model"), with_model_found(options)
@@ -147,7 +143,8 @@ def run(
 
         start = partial(start_fleet, start_engine, len(shares), max_engine_restarts, max_resumes)
         try:
-            return runner.run(server.serve(start, warm_up=warm_up))
+            with kernels_compiled_ahead(options):
+                return runner.run(server.serve(start, warm_up=warm_up))
         except EngineStartError as error:
             logger.critical("%s", error)
             return EXIT_FAILED
@@ -283,8 +280,8 @@ class _Serving:
 
     async def _start_and_serve(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> int:
         starting = asyncio.get_running_loop().create_task(self._start(start, warm_up))
-        app_module = asyncio.to_thread(import_module, "pointsman.server.api.app")  # a second, while the model is loaded
-        importing = asyncio.get_running_loop().create_task(app_module)
+        # The import takes a second, while the engine loads the model.
+        importing = asyncio.get_running_loop().run_in_executor(None, import_module, "pointsman.server.api.app")
         await self._wait_for_first(starting, self._stop.wait())
         if not starting.done():
             starting.cancel()

@@ -63,8 +63,7 @@ def _lock_file(kept: Any) -> IO[bytes] | None:
     if not isinstance(kept, DiskCache):
         return None
     try:
-        kept.make_folder()
-        return Path(kept.cache_path, f"{kept.name}.lock").open("ab")
+        return kept.lock_path().open("ab")
     except OSError:  # a folder that cannot be written; reported when the compiled code is written
         return None
 
@@ -89,18 +88,14 @@ def _lock(file: IO[bytes]) -> None:
 class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """Stores the compiled code of one function in files, one for each signature."""
 
-    @property
-    def name(self) -> str:
-        """Beginning of the names of the function's files."""
-        return str(self._impl.filename_base)
-
-    def make_folder(self) -> None:
-        """Make the folder of the files.
+    def lock_path(self) -> Path:
+        """Path of a file beside the function's files, in a folder that is made if it is missing.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be made.
         """
         self._impl.locator.ensure_cache_path()
+        return Path(self.cache_path, f"{self._impl.filename_base}.lock")
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The compiled code for a signature, from disk; None: there is no file, or it cannot be read."""
