@@ -20,9 +20,14 @@ import numpy as np
 from pointsman.sim.errors import SimulationError, UnknownName
 
 Dtype = Literal["fp32", "bf16", "fp8", "int8"]
+Kind = Literal["data-centre", "workstation", "geforce", "cpu"]
 
 GIB = 2**30
 _WIDER: Mapping[Dtype, Dtype] = {"int8": "bf16", "fp8": "bf16", "bf16": "fp32"}
+_HEADROOM: Mapping[Kind, float] = {"data-centre": 1.1, "workstation": 1.3, "geforce": 2.6, "cpu": 1}
+"""By kind: the highest clock that drivers report relative to the datasheet's boost clock, rounded up (H100: 1,980 to
+1,830 MHz; RTX PRO 6000: 3,090 to 2,617). GeForce: twice that, because their FLOP/s are with 32-bit accumulation, and
+16-bit accumulation is twice as fast."""
 _SEEN = "memory: total capacity as PyTorch reports it"
 
 
@@ -44,6 +49,13 @@ class Device:
     """Bytes/s between the device and the host's memory, in one direction."""
     source: str
     """Source of these values, such as a datasheet."""
+    kind: Kind = "data-centre"
+
+    @property
+    def headroom(self) -> float:
+        """Factor above `peak_flops` that no product exceeds: datasheets state FLOP/s at a typical clock, and devices
+        run at higher clocks while power and temperature allow it."""
+        return _HEADROOM[self.kind]
 
     def flops(self, dtype: Dtype) -> float:
         """Peak FLOP/s for operands of `dtype`. If the device has no arithmetic for `dtype`: peak FLOP/s of the next
@@ -97,6 +109,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
         peak_flops={"fp32": 2 * size**3 / multiply},
         link_bandwidth=0.0,
         host_bandwidth=source.nbytes / copy,  # the KV pool is in host memory, too
+        kind="cpu",
         source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
     )
 
@@ -141,6 +154,7 @@ def _gpu(
     source: str,
     *,
     host_gb_per_s: float = _PCIE_5,
+    kind: Kind = "data-centre",
 ) -> Device:
     return Device(
         name=name,
@@ -150,6 +164,7 @@ def _gpu(
         link_bandwidth=gb_per_s * 1e9,
         host_bandwidth=host_gb_per_s * 1e9,
         source=f"{source}; {_SEEN}",
+        kind=kind,
     )
 
 
@@ -173,10 +188,12 @@ _TABLE = (
     _gpu(
         "RTX-4090", 23.52, 1.008, 32, {"fp32": 82.6, "bf16": 165.2, "fp8": 330.3, "int8": 660.6},
         "NVIDIA Ada GPU architecture whitepaper, with FP32 accumulation (PCIe 4.0 x16)", host_gb_per_s=_PCIE_4,
+        kind="geforce",
     ),
     _gpu(
         "RTX-PRO-6000-Blackwell", 94.97, 1.792, 64, {"fp32": 126, "bf16": 503.8, "fp8": 1007.6, "int8": 1007.6},
         "NVIDIA RTX PRO Blackwell architecture whitepaper, workstation edition, FP32 accumulation (PCIe 5.0 x16)",
+        kind="workstation",
     ),
     _gpu(
         "MI300X", 191.98, 5.3, 448, {"fp32": 163.4, "bf16": 1307.4, "fp8": 2614.9, "int8": 2614.9},

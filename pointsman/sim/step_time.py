@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -233,8 +233,14 @@ class Efficiencies:
                 raise SimulationError(
                     f"{name} is {getattr(self, name)}; it must be a finite number of seconds, at least 0"
                 )
-        if not 1 <= self.r < math.inf:
-            raise SimulationError(f"r is {self.r}; it must be finite and at least 1")
+        if not self.r >= 1:
+            raise SimulationError(f"r is {self.r}; it must be at least 1")
+
+
+_BOUND = Efficiencies(
+    memory=0.95, linear=1, attention=1, link=1, host_link=1, all_reduce_latency=0, per_step=0, per_row=0, r=math.inf
+)
+"""Shares that no kernel exceeds, and no overhead. Refresh and turnarounds cost DRAM at least 5 % of its bandwidth."""
 
 
 class _Decodes(NamedTuple):
@@ -290,6 +296,8 @@ class RooflineStepTime:
     tensor_parallel: int = 1
     kv_dtype_bytes: float = 2
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    is_bound: bool = False
+    """Whether all approximations err towards shorter steps; `bound` sets it."""
     _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of the formulas for the time of a decode step, by the step's number of rows."""
 
@@ -298,8 +306,11 @@ class RooflineStepTime:
 
     def of_step(self, load: StepLoad) -> float:
         shape, window = self.shape, self.shape.sliding_window
-        windowed_context = min(load.num_context_tokens, load.num_rows * (window - 1) + load.num_tokens) if window else 0
-        windowed_attended = min(load.num_attended, load.num_tokens * window)
+        windowed_context = windowed_attended = 0
+        if window:
+            in_windows = self._num_windows(load.num_rows) * (window - 1) + load.num_tokens
+            windowed_context = min(load.num_context_tokens, in_windows)
+            windowed_attended = min(load.num_attended, in_windows if self.is_bound else load.num_tokens * window)
         # Attention of one token of each row is that of a decode: it attends to the row's context. All other tokens of
         # the row attend to the remaining positions. A prefill has so many that the first makes no difference.
         decode, other = shape.decode_attention_flops, shape.attention_flops
@@ -313,9 +324,8 @@ class RooflineStepTime:
         )
         compute = self._linear_seconds(load.num_tokens, load.num_samples) + attention * self._seconds_per_attention_flop
         r = self.efficiencies.r
-        return math.pow(math.pow(memory, r) + math.pow(compute, r), 1 / r) + self._rest_seconds(
-            load.num_tokens, load.num_rows
-        )
+        both = max(memory, compute) if r == math.inf else math.pow(math.pow(memory, r) + math.pow(compute, r), 1 / r)
+        return both + self._rest_seconds(load.num_tokens, load.num_rows)
 
     def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
         line = self._decodes.get(num_rows)
@@ -340,7 +350,7 @@ class RooflineStepTime:
             else:
                 mixed = True
         r = self.efficiencies.r
-        if num_steps <= _MAX_SCALAR_STEPS and not mixed:
+        if num_steps <= _MAX_SCALAR_STEPS and not mixed and r < math.inf:
             power, root = math.pow, 1 / r
             return np.array(
                 [
@@ -359,12 +369,28 @@ class RooflineStepTime:
             windowed = np.minimum(numbers * num_rows + num_context_tokens, line.cap)
             memory += windowed * line.memory_per_windowed
             compute += windowed * line.compute_per_windowed
+        if r == math.inf:
+            np.maximum(memory, compute, out=memory)
+            memory += line.rest
+            return memory
         memory **= r
         compute **= r
         memory += compute
         memory **= 1 / r
         memory += line.rest
         return memory
+
+    def bound(self) -> RooflineStepTime | None:
+        """Step times that no engine can go below with this model on these devices; None: the device's figures were
+        measured on this machine, and other programs may exceed them.
+
+        A step takes at least the time of its bytes at 95 % of the peak bandwidth, and at least the time of its FLOPs at
+        the peak of the highest clock (`Device.headroom`). Overhead and communication take no time. Tokens choose the
+        same experts. In layers with a window, the positions that are read belong to one row.
+        """
+        if self.device.kind == "cpu":
+            return None
+        return replace(self, efficiencies=_BOUND, is_bound=True)
 
     def to_linear(self, load: StepLoad) -> LinearStepTime:
         """This model as a `LinearStepTime`, the form that is fitted to logs; used as a start of a search.
@@ -405,8 +431,13 @@ class RooflineStepTime:
 
     # ------------------------------------------------------------------ parts
 
+    def _num_windows(self, num_rows: int) -> int:
+        """Number of rows whose windows are taken as full: all, or one if the result is a bound, because all positions
+        may belong to one row."""
+        return 1 if self.is_bound else num_rows
+
     def _decode_line(self, num_rows: int) -> _Decodes:
-        shape = self.shape
+        shape, window = self.shape, self.shape.sliding_window
         full_kv, windowed_kv = shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
         flops = shape.decode_attention_flops * self._seconds_per_attention_flop
         return _Decodes(
@@ -416,7 +447,7 @@ class RooflineStepTime:
             compute=self._linear_seconds(num_rows, num_rows),
             compute_per_position=shape.num_full_layers * flops,
             compute_per_windowed=shape.num_windowed_layers * flops,
-            cap=float(num_rows * shape.sliding_window),
+            cap=float(num_rows + self._num_windows(num_rows) * (window - 1)) if window else 0.0,
             rest=self._rest_seconds(num_rows, num_rows),
         )
 
@@ -427,7 +458,14 @@ class RooflineStepTime:
     @property
     def _seconds_per_attention_flop(self) -> float:
         """Seconds of one attention FLOP of the whole model; each device has a share of the heads."""
-        return 1 / (self.device.flops(self._plain_dtype) * self.efficiencies.attention * self.tensor_parallel)
+        narrow = self.is_bound and self.kv_dtype_bytes < 2
+        return 1 / (
+            self._flops("fp8" if narrow else self._plain_dtype) * self.efficiencies.attention * self.tensor_parallel
+        )
+
+    def _flops(self, dtype: Dtype) -> float:
+        """FLOP/s of one device that efficiencies refer to."""
+        return self.device.flops(dtype) * (self.device.headroom if self.is_bound else 1)
 
     @property
     def _plain_dtype(self) -> Dtype:
@@ -440,7 +478,7 @@ class RooflineStepTime:
         weights = shape.common_bytes
         if shape.num_experts:
             # A token misses an expert with probability 1 - k/E; n tokens miss it with that to the power of n.
-            missed = (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
+            missed = (1 - shape.experts_per_token / shape.num_experts) ** (1 if self.is_bound else num_tokens)
             weights += shape.num_expert_layers * shape.num_experts * (1 - missed) * shape.expert_bytes
         if num_samples:
             weights += shape.head_bytes
@@ -450,15 +488,15 @@ class RooflineStepTime:
     def _linear_seconds(self, num_tokens: int, num_samples: int) -> float:
         """Seconds of products with weights; the output head's in the plain dtype."""
         shape = self.shape
-        plain = self.device.flops(self._plain_dtype)
-        layers = plain if shape.quantization is None else self.device.flops(shape.quantization.computes_in)
+        plain = self._flops(self._plain_dtype)
+        layers = plain if shape.quantization is None else self._flops(shape.quantization.computes_in)
         seconds = num_tokens * shape.linear_flops / layers + num_samples * shape.head_flops / plain
         return seconds / (self.efficiencies.linear * self.tensor_parallel)
 
     def _rest_seconds(self, num_tokens: int, num_rows: int) -> float:
         """Seconds of overhead and communication, which overlap with nothing."""
         seconds = self.efficiencies.per_step + num_rows * self.efficiencies.per_row
-        if self.tensor_parallel > 1:
+        if self.tensor_parallel > 1 and not self.is_bound:
             # A ring sends each byte 2(p - 1)/p times over every link.
             sent = 2 * (1 - 1 / self.tensor_parallel) * num_tokens * self.shape.hidden_size * self.shape.dtype_bytes
             transfer = sent / (self.device.link_bandwidth * self.efficiencies.link)

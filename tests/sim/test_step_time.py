@@ -45,6 +45,16 @@ MODELS: dict[str, StepTime] = {
     "gemma": RooflineStepTime(shape=GEMMA, device=H100),
     "latent": RooflineStepTime(shape=DEEPSEEK, device=device("h200"), tensor_parallel=8),
 }
+
+
+def bound_of(model: StepTime) -> RooflineStepTime:
+    assert isinstance(model, RooflineStepTime)
+    bound = model.bound()
+    assert bound is not None
+    return bound
+
+
+MODELS |= {f"bound of {name}": bound_of(MODELS[name]) for name in ("llama", "experts", "windows", "latent")}
 HIDING = {"asynchronous", "overlapping-asynchronous"}
 """Names of the step-time models in which the host's time may be longer than the device's."""
 LOADS = {
@@ -224,6 +234,38 @@ def test_the_roofline_caveat_names_model_and_device() -> None:
     assert LLAMA.name in caveat
     assert H100.name in caveat
     assert "predict TTFT -47%, TPOT -20%, end-to-end times -26%" in caveat
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-70b", "experts", "windows", "gemma", "latent"])
+def test_no_step_is_shorter_than_the_bound(name: str) -> None:
+    model = MODELS[name]
+    assert isinstance(model, RooflineStepTime)
+    best = replace(model, efficiencies=Efficiencies(memory=0.95, linear=1, attention=1, link=1, per_step=0, r=64))
+    bound = bound_of(model)
+    for load in LOADS.values():
+        assert 0 < bound.of_step(load) <= best.of_step(load) * 1.0001 < model.of_step(load)
+
+
+def test_the_bound_of_a_decode_is_the_time_of_its_bytes() -> None:
+    bound = bound_of(RooflineStepTime(shape=LLAMA, device=H100))
+    read = LLAMA.num_active_params * 2 + (8 * 1000 + 8) * 131072
+    assert bound.of_step(decode_load(8, 8 * 1000)) == pytest.approx(read / (0.95 * H100.bandwidth), rel=1e-9)
+
+
+def test_the_bound_holds_if_the_positions_of_a_batch_are_in_one_row() -> None:
+    """A step's load has only sums: the same sums may belong to rows of any lengths."""
+    bound = bound_of(RooflineStepTime(shape=GEMMA, device=H100))
+    rows = [(20_000, 1), *[(10, 1)] * 7]
+    seen = sum(min(before + 1, GEMMA.sliding_window) for before, _ in rows)
+    full, windowed = GEMMA.kv_bytes_per_token()
+    load = StepLoad.of_rows(rows)
+    read = GEMMA.num_active_params * 2 + full * load.num_context_tokens + windowed * seen + 8 * (full + windowed)
+    assert bound.of_step(load) <= read / (0.95 * H100.bandwidth)
+
+
+def test_the_figures_of_this_machine_bound_nothing() -> None:
+    cpu = replace(H100, name="cpu", kind="cpu")
+    assert RooflineStepTime(shape=LLAMA, device=cpu).bound() is None
 
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN_MOE, GPT_OSS], ids=lambda shape: shape.name)
