@@ -173,7 +173,10 @@ def _step_load(decision: dict[str, Any]) -> StepLoad:
     for before, new in rows:
         if not (isinstance(before, int) and isinstance(new, int) and 0 <= before <= MAX_TOKENS and new > 0):
             raise ValueError(f"a row has {new!r} scheduled and {before!r} computed tokens; both must be whole numbers")
-    return StepLoad.of_rows(rows, sum(map(bool, decision["samples"])))
+    num_drafts = decision["num_draft_tokens"]
+    if not all(isinstance(each, int) and 0 <= each <= MAX_TOKENS for each in num_drafts):
+        raise ValueError(f"num_draft_tokens is {num_drafts!r}; it must be a list of whole numbers")
+    return StepLoad.of_rows(rows, sum(map(bool, decision["samples"])) + sum(num_drafts))
 
 
 def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
@@ -244,4 +247,6 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
 def _coefficient_columns(loads: FloatArray) -> FloatArray:
     """The factor of each coefficient in each step's seconds, [steps, 7 coefficients]."""
     tokens, rows, context, attended, samples = loads.T
-    return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)
+    return np.stack(
+        [np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > np.maximum(rows, samples)], axis=1
+    )

@@ -35,7 +35,8 @@ class StepLoad(NamedTuple):
     num_attended: int
     """Sum over the computed tokens of the number of positions that a token attends to, its own included."""
     num_samples: int
-    """Number of rows that sample a token."""
+    """Number of positions at which the model chooses a token: one for each row that samples, and one for each draft
+    that the step verifies."""
 
     @classmethod
     def of_rows(cls, rows: list[tuple[int, int]], num_samples: int | None = None) -> StepLoad:
@@ -106,8 +107,8 @@ class LinearStepTime:
     per_attended: float = 0.0
     per_sample: float = 0.0
     per_prefill: float = 0.0
-    """Additional seconds of a step with more tokens than rows: engines run plain decodes through kernels of their own,
-    or captured as a graph."""
+    """Additional seconds of a step that computes prompts, so has more tokens than rows and than `num_samples`: engines
+    run decodes through kernels of their own, or captured as a graph."""
     host_overhead: float = 0.0
     """Seconds of the host's own work in a step: scheduling, inputs, outputs."""
     asynchronous: bool = False
@@ -132,7 +133,7 @@ class LinearStepTime:
         compute = self.per_token * load.num_tokens + self.per_attended * load.num_attended
         both = memory + compute if self.r == 1 else math.pow(memory**self.r + compute**self.r, 1 / self.r)
         device = both + self.per_row * load.num_rows + self.per_sample * load.num_samples
-        if load.num_tokens > load.num_rows:
+        if load.num_tokens > load.num_rows and load.num_tokens > load.num_samples:
             device += self.per_prefill
         return max(device, self.host_overhead) if self.asynchronous else device + self.host_overhead
 
