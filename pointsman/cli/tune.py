@@ -151,6 +151,7 @@ class _Tuned:
             routing=self._service.routing,
             seed=seed,
             host_memory=self._service.host_memory,
+            features=self._service.features,
         )
         search = Search(
             space=space,

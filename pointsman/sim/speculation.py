@@ -27,8 +27,7 @@ from pointsman.sim.errors import SimulationError
 
 FloatArray = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
-UFloatArray = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.uint64]
+UInt64Array = npt.NDArray[np.uint64]
 
 LENGTH, RATES = "length:", "rates:"
 """Prefixes of the two other forms of an acceptance, see `parse_acceptance`."""
@@ -254,8 +253,8 @@ def _shares(counts: Int64Array, totals: Int64Array) -> tuple[float, ...]:
 
 def _at_least(probabilities: Sequence[float]) -> FloatArray:
     """Probabilities of at least 1, 2, ... drafts, in ascending order: of the last number first."""
-    found: FloatArray = np.cumprod(np.array(probabilities, dtype=np.float64))[::-1]
-    return found
+    found: FloatArray = np.multiply.accumulate(np.array(probabilities, dtype=np.float64))
+    return found[::-1]
 
 
 def _num_passed(at_least: FloatArray, draws: FloatArray) -> Int64Array:
@@ -272,7 +271,8 @@ def _draw(keys: UInt64Array, num_known: Int64Array, purpose: int) -> FloatArray:
     words ^= words >> np.uint64(27)
     words *= np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
-    draws: FloatArray = (words >> np.uint64(11)) * 2.0**-53
+    draws: FloatArray = (words >> np.uint64(11)).astype(np.float64)
+    draws *= 2.0**-53
     return draws
 
 
