@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pointsman.cli.durations import time_or_share
 from pointsman.cli.errors import CommandError
 from pointsman.core import SchedulerConfig
 from pointsman.sim.features import Features
@@ -15,7 +16,10 @@ _OF_DRAFTS = ("acceptance", "drafter_time", "draft_table")
 
 
 def features_of_options(
-    options: Mapping[str, Any], config: SchedulerConfig, measured: Speculation | None = None
+    options: Mapping[str, Any],
+    config: SchedulerConfig,
+    measured: Speculation | None = None,
+    measured_adapter_share: float = 0.0,
 ) -> Features:
     """The features that the options describe.
 
@@ -23,6 +27,7 @@ def features_of_options(
         options: the given options, by name.
         config: the configuration of the scheduler.
         measured: the drafts of the engine whose log was profiled; None: there is no profile, or its engine had none.
+        measured_adapter_share: the `adapter_share` of the profile.
 
     Raises:
         CommandError: an option has no effect, or a value is wrong.
@@ -36,7 +41,7 @@ def features_of_options(
                 )
     if "adapter_time" in options and not config.max_loras:
         raise CommandError("--adapter-time has no effect without adapters; give --adapters too")
-    adapter_share = 0.0
+    adapter_share = measured_adapter_share
     if "adapter_time" in options:
         seconds, adapter_share = time_or_share("adapter_time", options["adapter_time"])
         if seconds:
@@ -60,28 +65,6 @@ def _speculation(options: Mapping[str, Any], num_drafts: int, measured: Speculat
             "like 0.7,0.5,0.3 or length:2.4, or a profile of a recording with drafts"
         )
     return replace(found, drafter_seconds=seconds, drafter_share=share, seed=options.get("seed", 0))
-
-
-def time_or_share(option: str, text: str) -> tuple[float, float]:
-    """(seconds, share) of a time like "2ms", or of a share of a step like "10%"; the other one is 0.
-
-    Raises:
-        CommandError: the text is neither.
-    """
-    from pointsman.cli.simulation import seconds
-
-    name = f"--{option.replace('_', '-')}"
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 100:
-            raise CommandError(f"{name} is {text!r}; as a share of a step it must be from 0% to 10000%")
-        return 0.0, share
-    found = seconds(option, text)
-    assert found is not None
-    return found, 0.0
 
 
 def features_text(features: Features, config: SchedulerConfig) -> str:

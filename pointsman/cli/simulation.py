@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from pointsman.cli.durations import seconds as seconds
 from pointsman.cli.errors import CommandError
 from pointsman.cli.features import features_of_options
 from pointsman.cli.knobs import scheduler_values, size
@@ -408,7 +408,8 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
             )
         host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
     check_host_memory(host_memory, config)
-    features = features_of_options(options, config, None if profile is None else profile.speculation)
+    measured = () if profile is None else (profile.speculation, profile.adapter_share)
+    features = features_of_options(options, config, *measured)
 
     def memory(config: SchedulerConfig) -> KvMemory:
         assert shape is not None and on is not None
@@ -494,27 +495,6 @@ def _profile_text(profile: Profile) -> str:
 
 
 # ---------------------------------------------------------------------- values, names
-
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-def seconds(option: str, text: str | None) -> float | None:
-    """Seconds of "500ms", "2s" or "1m"; None stays None.
-
-    Raises:
-        CommandError: `text` is not a duration above 0, or lacks a unit: vLLM's and guidellm's targets are milliseconds,
-            so a number alone would be understood as both.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
-    if found is not None and not found[2] and float(found[1]) > 0:
-        number = found[1]
-        raise CommandError(f"{_option_name(option)} is {number}, which has no unit; write {number}ms or {number}s")
-    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
-        raise CommandError(f"{_option_name(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def _option_name(name: str) -> str:

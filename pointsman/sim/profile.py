@@ -21,6 +21,7 @@ from pointsman.core import ConfigError, KVGroup, SchedulerConfig
 from pointsman.core.recording import check_num_blocks
 from pointsman.files import MAX_MESSAGE, read_input, represented, shown
 from pointsman.sim.errors import CalibrationError, SimulationError
+from pointsman.sim.features import Features
 from pointsman.sim.speculation import Speculation
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.traces import MAX_TOKENS
@@ -169,6 +170,8 @@ class Profile:
     speculation: Speculation | None = None
     """Drafts of the engine, as the log shows them; the drafter's time is part of the step times. None: the engine had
     none, or the log does not show them."""
+    adapter_share: float = 0.0
+    """Additional time of steps with adapters, as a share of the step; 0 also if the log does not show it."""
     kind: str
     """Basis of the fit: "requests" or "steps"."""
     num_requests: int
@@ -197,6 +200,7 @@ class Profile:
             "speculation": None
             if self.speculation is None
             else {name: getattr(self.speculation, name) for name in _OF_SPECULATION},
+            "adapter_share": self.adapter_share,
             "hull": {part: list(ends) for part, ends in self.hull.ranges.items()},
             "training_errors": self.training_errors,
             "held_out_errors": self.held_out_errors,
@@ -227,6 +231,7 @@ class Profile:
                 source=str(values["source"]),
                 model=str(values.get("model", "")),  # older profiles have none
                 speculation=_read_speculation(values.get("speculation")),
+                adapter_share=Features(adapter_share=float(values.get("adapter_share", 0.0))).adapter_share,
                 kind=str(values["kind"]),
                 num_requests=_read_count("num_requests", values["num_requests"]),
                 num_train=_read_count("num_train", values["num_train"]),

@@ -236,6 +236,7 @@ def measured_speculation(counts: Iterable[tuple[int, int, int]], num_drafts: int
     """
     verified, possible, accepted = (np.zeros(num_drafts + 2, dtype=np.int64) for _ in range(3))
     for drafts, passed, steps in counts:
+        drafts, passed = min(drafts, num_drafts), min(passed, num_drafts)
         verified[: drafts + 1] += steps  # [i] steps with at least i drafts
         possible[: min(passed + 1, drafts) + 1] += steps  # [i] ... of which the first i - 1 were accepted
         accepted[: passed + 1] += steps

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm import Observer
-from pointsman.integrations.vllm.support import lacking_in_simulator
+from pointsman.integrations.vllm.simulated import lacking_in_simulator
 from tests.integrations.vllm_configs import vllm_config
 
 SETTINGS = Settings(num_blocks=200, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
@@ -67,7 +67,7 @@ def serve(kind: type[VllmSession], record: str | None, *, breaks: bool = False) 
 
 def lacking(*groups: Any) -> list[str]:
     kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in groups])
-    return lacking_in_simulator(vllm_config(), kv_cache_config)
+    return lacking_in_simulator(vllm_config(), kv_cache_config, block_size=4)
 
 
 def main() -> None:
