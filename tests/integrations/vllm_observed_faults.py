@@ -9,6 +9,7 @@ import json
 import logging
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from _scheduler_worker import Settings
 from _vllm_worker import VllmSession
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm import Observer
@@ -85,8 +86,9 @@ def main() -> None:
         Observed(SETTINGS)
     except ConfigError as error:
         found["drop-in knob"] = str(error)
-    found["sliding window"] = lacking(window)
-    found["two groups"] = lacking(full, window)
+    found["groups that are simulated"] = [*lacking(window), *lacking(full, window)]
+    found["blocks of two sizes"] = lacking(full, replace(window, block_size=8))
+    found["states"] = lacking(full, MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,)))
     print(json.dumps(found))
 
 
