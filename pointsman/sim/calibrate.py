@@ -26,8 +26,10 @@ from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
+from pointsman.sim.features import Features
 from pointsman.sim.fit import Problem, Progress, search_step_times, simulate_log, simulated_times, typical_load
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
+from pointsman.sim.speculation import Speculation
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_adapter_share, fit_steps, predict_steps, read_steps
 from pointsman.sim.step_time import RooflineStepTime
 from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
@@ -65,6 +67,7 @@ def calibrate(
     path: str | PathLike[str],
     settings: EngineSettings | None = None,
     *,
+    speculation: Speculation | None = None,
     train: int | None = None,
     estimate: RooflineStepTime | None = None,
     num_processes: int | None = None,
@@ -76,6 +79,8 @@ def calibrate(
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report, or a recording with step times.
         settings: the settings of the engine that wrote the log; None: vLLM's defaults. A recording contains its own
             settings.
+        speculation: the drafts of the engine, if `settings` has drafts; the fitted step times include the drafter's. A
+            recording shows its own drafts.
         train: number of training requests, which are those that finish first; for a recording, number of training
             steps, from the first on. All other requests or steps are predicted. None: half of the requests, at most
             `MAX_DEFAULT_TRAIN`, or half of the steps.
@@ -97,6 +102,7 @@ def calibrate(
             measured,
             settings or EngineSettings(),
             source=Path(path).name,
+            speculation=speculation,
             train=train,
             estimate=estimate,
             num_processes=num_processes,
@@ -114,6 +120,7 @@ def from_requests(
     settings: EngineSettings,
     *,
     source: str = "log",
+    speculation: Speculation | None = None,
     train: int | None = None,
     estimate: RooflineStepTime | None = None,
     num_processes: int | None = None,
@@ -126,14 +133,16 @@ def from_requests(
     times = Times.of(measured)
     order = np.argsort(times.last_token, kind="stable")
     trained, others = order[:num_train], order[num_train:]
-    problem = Problem(measured, trained, config)
+    features = Features(speculation=speculation)
+    features.check(config)
+    problem = Problem(measured, trained, config, features)
     guess = None if estimate is None else estimate.to_linear(typical_load(problem))
     step_time = search_step_times(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)
-    simulate_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
+    simulate_log(measured, config, watched, awaited=trained, features=features)  # the loads that the fit has seen
     everything = np.arange(len(measured))
-    timings = simulate_log(measured, config, step_time)
+    timings = simulate_log(measured, config, step_time, features=features)
     predicted = simulated_times(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
     training = RequestErrors.between(predicted[trained], times[trained])
     held_out = RequestErrors.between(predicted[others], times[others])
@@ -142,6 +151,7 @@ def from_requests(
         settings=settings,
         hull=watched.hull,
         source=source,
+        speculation=speculation,
         kind="requests",
         num_requests=len(measured),
         num_train=num_train,

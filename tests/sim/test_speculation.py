@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pointsman.core import Listener, SchedulerOutput, StepUpdate
+from pointsman.core import Listener, Request, Scheduler, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.presets import SYSTEMS
+from pointsman.core.recording import Recorder
+from pointsman.sim.accuracy import RequestErrors
+from pointsman.sim.calibrate import calibrate, from_requests
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.features import Features
+from pointsman.sim.observed import replayed
 from pointsman.sim.outcome import Timings
+from pointsman.sim.profile import load_profile
 from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import simulate
@@ -23,8 +30,13 @@ from pointsman.sim.speculation import (
     measured_speculation,
     parse_acceptance,
 )
+from pointsman.sim.step_log import observed_speculation, read_steps
 from pointsman.sim.step_time import LinearStepTime
+from pointsman.sim.workload import OpenLoop
+from pointsman.traces import TraceError, read_observed
 from tests.forms import seeds
+from tests.sim.measured_logs import SETTINGS, measured_log
+from tests.sim.observed_logs import observed_lines, write_observed
 from tests.sim.test_simulator import STEP_TIME, Listed, config, same, workload
 
 ACCEPTANCE = (0.8, 0.6, 0.4)
@@ -266,3 +278,135 @@ def test_impossible_speculation_is_refused(values: dict[str, Any], message: str)
 def test_a_negative_cost_of_adapters_is_refused() -> None:
     with pytest.raises(SimulationError, match=r"adapter_share is -0\.1"):
         Features(adapter_share=-0.1)
+
+
+# ---------------------------------------------------------------------- recordings
+
+MEASURED = Speculation(acceptance=(0.7, 0.5), proposal=(0.8, 0.9))
+
+
+def test_a_recording_shows_drafts_and_their_acceptance(tmp_path: Path) -> None:
+    """Of recorded requests each step's drafts are known, so tokens and steps are those of the recording."""
+    path = write_observed(tmp_path / "r.jsonl", observed_lines(120, drafts=MEASURED))
+    observed = read_observed(path)
+    assert all(0 <= each.num_runs_tokens - each.num_output_tokens <= 2 for each in observed.requests)
+    happened = replayed(observed, "r.jsonl")
+    found = happened.features.speculation
+    assert found is not None
+    assert found.acceptance == pytest.approx(MEASURED.acceptance, abs=0.07)
+    assert found.proposal == pytest.approx(MEASURED.proposal, abs=0.05)
+    stats = happened.outcome.stats[0]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_a_profile_of_a_recording_has_its_drafts(tmp_path: Path) -> None:
+    path = write_observed(tmp_path / "r.jsonl", observed_lines(120, drafts=MEASURED))
+    profile = calibrate(path).profile
+    assert profile.settings.num_draft_tokens == 2
+    assert profile.speculation == observed_speculation(read_observed(path))
+    assert any("tokens a step; step times include the drafter" in note for note in profile.notes)
+    profile.save(tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == profile
+
+
+def test_simulated_drafts_of_a_recording_take_its_end_to_end_times(tmp_path: Path) -> None:
+    """The recording's own acceptance and step times predict the mean end-to-end time."""
+    path = write_observed(tmp_path / "r.jsonl", observed_lines(200, drafts=MEASURED, rate=8.0))
+    happened = replayed(read_observed(path), "r.jsonl")
+    outcome = simulate(
+        OpenLoop(happened.trace), happened.config, calibrate(path).profile.step_time, features=happened.features
+    )
+    measured, predicted = (
+        float(np.mean(each.timings.last_token - each.timings.arrival)) for each in (happened.outcome, outcome)
+    )
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def test_asynchronous_drafts_are_simulated_one_step_at_a_time(tmp_path: Path) -> None:
+    lines = observed_lines(40, drafts=MEASURED)
+    lines[0]["config"]["max_steps_in_flight"] = 2
+    happened = replayed(read_observed(write_observed(tmp_path / "r.jsonl", lines)), "r.jsonl")
+    assert happened.config.max_steps_in_flight == 1
+
+
+@pytest.mark.parametrize(
+    "drafts, message",
+    [([[1, 2, 1]], "2 of 1 drafts were accepted"), ([[1, 1, 0]], "a number of steps"), ([[1, 1]], "not a recorded")],
+)
+def test_impossible_drafts_of_a_recording_are_refused(drafts: list[list[int]], message: str, tmp_path: Path) -> None:
+    lines = observed_lines(10, drafts=MEASURED)
+    next(line for line in lines if line.get("call") == "result")["drafts"] = drafts
+    with pytest.raises(TraceError, match=message):
+        read_observed(write_observed(tmp_path / "r.jsonl", lines))
+
+
+def test_too_many_drafts_of_a_recording_are_refused(tmp_path: Path) -> None:
+    lines = observed_lines(40, drafts=MEASURED)
+    lines[0]["config"]["num_draft_tokens"] = 10**9
+    with pytest.raises(SimulationError, match="num_draft_tokens is 1000000000; it must be a whole number from 0 to 64"):
+        calibrate(write_observed(tmp_path / "r.jsonl", lines))
+
+
+def test_own_recordings_show_drafts_too(tmp_path: Path) -> None:
+    """A recording of the core with measured steps, as the engine writes it."""
+    path = tmp_path / "own.jsonl"
+    truth = Speculation(acceptance=(0.8, 0.4), proposal=(0.5, 1.0))
+    settings = config(num_draft_tokens=2, max_model_len=1024, num_blocks=200)
+    with path.open("w", encoding="utf-8") as file:
+        scheduler = Scheduler(settings, recorder=Recorder(file))
+        keys = {f"r{index}": truth.request_key(index) for index in range(12)}
+        for name in keys:
+            scheduler.add(Request(name, range(8), arrival_time=0.0, max_tokens=300), 0.0)
+        now = 0.0
+        while scheduler.has_unfinished_requests():
+            output = scheduler.schedule(now)
+            now += 0.01
+            of_rows = np.array([keys[each.request_id] for each in output.requests], dtype=np.uint64)
+            known = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
+            counts = 1 + truth.num_accepted(of_rows, known, output.num_draft_tokens)
+            counts[~output.samples] = 0
+            result = StepResult([7] * int(counts.sum()), counts, step_time=0.01)
+            update = scheduler.update(output, result, now)
+            proposed = truth.num_proposed(of_rows, known + update.counts, 2)
+            scheduler.propose(output, [7] * int(proposed.sum()), proposed, now)
+    found = read_steps(path).speculation
+    assert found is not None
+    assert found.acceptance == pytest.approx(truth.acceptance, abs=0.06)
+    assert found.proposal == pytest.approx(truth.proposal, abs=0.05)
+
+
+def test_the_cost_of_adapters_is_measured_where_steps_differ(tmp_path: Path) -> None:
+    path = write_observed(tmp_path / "r.jsonl", observed_lines(80, num_adapters=3, adapter_share=0.3, rate=1.0))
+    profile = calibrate(path).profile
+    assert profile.adapter_share == pytest.approx(0.3, abs=0.02)
+    assert profile.settings.max_loras == 3
+    assert profile.step_time.per_step == pytest.approx(8e-3, rel=0.03)
+    happened = replayed(read_observed(path), "r.jsonl")
+    assert {each.adapter for each in happened.trace} == {None, 0, 1, 2}
+    features = Features(adapter_share=profile.adapter_share)
+    outcome = simulate(OpenLoop(happened.trace), happened.config, profile.step_time, features=features)
+    np.testing.assert_allclose(outcome.timings.last_token, happened.outcome.timings.last_token, rtol=0.02)
+
+
+def test_adapters_in_every_step_are_part_of_the_step_times(tmp_path: Path) -> None:
+    lines = observed_lines(80, num_adapters=1, adapter_share=0.3, rate=50.0)
+    for line in lines:
+        if line.get("call") == "steps":
+            line["num_adapters"] = [1] * len(line["num_rows"])
+    profile = calibrate(write_observed(tmp_path / "r.jsonl", lines)).profile
+    assert profile.adapter_share == 0
+    assert "all steps have adapters, so step times include their time" in profile.notes
+
+
+@pytest.mark.long
+def test_the_fit_to_requests_knows_the_drafts_of_their_engine() -> None:
+    settings = replace(SETTINGS, num_draft_tokens=3)
+    speculation = Speculation(acceptance=ACCEPTANCE)
+    measured = measured_log(60, settings=settings, speculation=speculation)
+    found = from_requests(measured, settings, speculation=speculation, num_processes=1)
+    assert isinstance(found.held_out, RequestErrors)
+    assert found.held_out.e2e_mape < 0.06
+    assert abs(found.held_out.e2e_bias) < 0.03
+    assert found.profile.speculation == speculation
+    with pytest.raises(SimulationError, match="it is not known"):
+        from_requests(measured, settings, num_processes=1)
