@@ -81,6 +81,18 @@ MaxModelLen = Annotated[
 AsyncScheduling = Annotated[
     bool, typer.Option(help="Whether the engine scheduled a step while the step before it ran, as vLLM does.")
 ]
+NumDraftTokens = Annotated[
+    int,
+    typer.Option("--num-draft-tokens", "--num-speculative-tokens", metavar="N", help="Setting of the log's engine."),
+]
+Acceptance = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARES",
+        help="With --num-draft-tokens: probability that each draft is accepted after the drafts before it, as for "
+        "pointsman simulate.",
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -140,6 +152,8 @@ def calibrate(
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
     async_scheduling: AsyncScheduling = True,
+    num_draft_tokens: NumDraftTokens = 0,
+    acceptance: Acceptance = None,
     model: Model = None,
     device: OnDevice = None,
     tensor_parallel: TensorParallel = 1,
@@ -163,6 +177,7 @@ def calibrate(
     from pointsman.sim.calibrate import calibrate as fit
     from pointsman.sim.errors import SimulationError
     from pointsman.sim.profile import EngineSettings
+    from pointsman.sim.speculation import Speculation, parse_acceptance
     from pointsman.traces import TraceError
 
     check_writable(output)
@@ -175,7 +190,12 @@ def calibrate(
         block_size=block_size,
         max_model_len=max_model_len,
         async_scheduling=async_scheduling,
+        num_draft_tokens=num_draft_tokens,
     )
+    if num_draft_tokens < 0:
+        raise CommandError(f"--num-draft-tokens is {num_draft_tokens}; it must be at least 0")
+    if acceptance is not None and not num_draft_tokens:
+        raise CommandError("--acceptance has no effect without drafts; give --num-draft-tokens too")
     given, begin = settings, time.perf_counter()
     notes: list[str] = []
     try:
@@ -188,8 +208,9 @@ def calibrate(
                 "--gpu-memory-utilization has no effect: it only serves to estimate --num-blocks from --model and "
                 "--device; leave it out, or give --model and --device without --num-blocks"
             )
+        drafts = None if acceptance is None else Speculation(acceptance=parse_acceptance(acceptance, num_draft_tokens))
         with _progress_bar() as progress:
-            found = fit(log, settings, train=train, estimate=estimate, progress=progress)
+            found = fit(log, settings, speculation=drafts, train=train, estimate=estimate, progress=progress)
         if found.profile.kind == "steps":
             notes += _ignored_setting_notes(given, found.profile.settings)
         found.profile.notes.extend(notes)

@@ -181,6 +181,7 @@ class _Search:
             routing=self.service.routing,
             seed=self._seed,
             host_memory=self.service.host_memory,
+            features=self.service.features,
             on_probe=self._print_probe,
             progress=bar.update,
         )

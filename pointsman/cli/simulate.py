@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
+from pointsman.cli.features import features_text
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
 from pointsman.core.observe.film import FilmRecorder
@@ -94,6 +95,7 @@ def run_simulation(
                 routing=service.routing(),
                 seed=first + place,
                 host_memory=service.host_memory,
+                features=service.features,
                 progress=bar.update_after(sum(each.report.counts.arrived for each in found)),
                 films=films if place == 0 else (),
             )
@@ -122,6 +124,8 @@ def run_simulation(
     if report.is_complete and not is_complete:
         notes.append(f"The simulation was interrupted: these are the figures of {len(found)} of {seeds} seeds.")
     notes += _requests_text(arriving[0], refused, report.counts.arrived)
+    if service.features.speculation is not None:
+        notes.append(_drafts_text(drawn))
     report = replace(report, notes=(*notes, *report.notes), is_complete=is_complete)
     warnings = () if report.overload is None else (overload_text(report.overload),)
     setting = (service.title, f"KV: {service.kv_text}", f"Workload: {title}{_speed_text(speed)}")
@@ -198,6 +202,8 @@ def print_setting(
     limits = f"at most {config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests in a step"
     if not is_searched:
         console.print(Text.assemble(("with  ", "bold"), limits))
+    if features := features_text(service.features, config):
+        console.print(Text.assemble(("does  ", "bold"), features))
     console.print(Text.assemble(("load  ", "bold"), f"{arriving.title}{_speed_text(speed)}"))
     console.print()
 
@@ -223,6 +229,16 @@ def _requests_text(arriving: Arriving, refused: Sequence[tuple[str, str]], num_a
             + (f"; and {more:,} more" if more > 0 else "")
         )
     return notes
+
+
+def _drafts_text(outcome: Outcome) -> str:
+    verified = sum(stats.num_draft_tokens for stats in outcome.stats)
+    accepted = sum(stats.num_accepted_tokens for stats in outcome.stats)
+    share = f" ({accepted / verified:.0%})" if verified else ""
+    return (
+        f"Drafts: {accepted:,} of {verified:,} verified drafts were accepted{share}. The tokens of a step arrive "
+        "together, so an ITL is the time between two steps of a request that give it tokens."
+    )
 
 
 def _write_files(

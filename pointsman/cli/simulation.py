@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from pointsman.cli.durations import seconds as seconds
 from pointsman.cli.errors import CommandError
+from pointsman.cli.features import features_of_options
 from pointsman.cli.knobs import scheduler_values, size
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
@@ -21,6 +22,7 @@ from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.core.recording import check_num_blocks
 from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import UnknownName
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.host_memory import HostMemory, check_host_memory
 from pointsman.sim.memory import KvMemory, num_kv_blocks
@@ -31,6 +33,7 @@ from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime
 from pointsman.sim.vllm_defaults import VLLM_VERSION, vllm_defaults
 from pointsman.sim.workload import (
+    Adapters,
     ClosedLoop,
     Generated,
     Lengths,
@@ -38,8 +41,10 @@ from pointsman.sim.workload import (
     Sessions,
     Workload,
     WorkloadError,
+    parse_adapters,
     parse_arrivals,
     parse_distribution,
+    with_adapters,
 )
 from pointsman.traces import Trace, TraceRequest, about_left_out, read_trace, served
 
@@ -106,6 +111,7 @@ def workload_of_options(
         lengths = Lengths(
             prompt=_parse_option(parse_distribution, "prompt_tokens", options),
             output=_parse_option(parse_distribution, "output_tokens", options),
+            adapters=_adapters(options),
         )
         seed = options.get("seed", 0)
         think = _parse_option(parse_distribution, "think", options)
@@ -183,6 +189,8 @@ def _trace_workload(options: Mapping[str, Any], num_requests: int | None, finds_
         whole = served(read_trace(path, limit=None if num_requests else options.get("limit")), path)
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
+    if (adapters := _adapters(options)) is not None:
+        whole = Trace(with_adapters(whole, adapters, options.get("seed", 0)), whole.left_out)
     trace = whole[:num_requests]
     title = f"{len(trace):,} requests of {path}"
     think, seed = _parse_option(parse_distribution, "think", options), options.get("seed", 0)
@@ -239,6 +247,7 @@ def _session_workload(options: Mapping[str, Any], num_requests: int | None, seed
         think=_parse_option(parse_distribution, "think", options),
         num_sessions=count,
         retention=options.get("retention"),
+        adapters=_adapters(options),
         seed=seed,
     )
     return Arriving(
@@ -247,6 +256,16 @@ def _session_workload(options: Mapping[str, Any], num_requests: int | None, seed
         lambda speed: replace(sessions, arrivals=_speed_up_arrivals(values["arrivals"], speed)),
         arrivals.rate * per_session,
     )
+
+
+def _adapters(options: Mapping[str, Any]) -> Adapters | None:
+    """The popularity of adapters; None: no option gives adapters."""
+    if "adapters" not in options:
+        return None
+    try:
+        return parse_adapters(options["adapters"])
+    except WorkloadError as error:
+        raise CommandError(f"--adapters: {error}") from None
 
 
 def _parse_option(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
@@ -286,6 +305,8 @@ class Service:
     """Text for display: where the settings come from that no option gives, as "the preset"."""
     host_memory: HostMemory | None = None
     """Host memory behind the KV pool; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of the engine, and the cost of its adapters."""
     model: str = UNKNOWN_MODEL
     """The model to name in a server's command: a path, or a name with its organisation."""
 
@@ -360,6 +381,10 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         if "max_num_seqs" not in given:
             knobs["max_num_seqs"] = min(knobs["max_num_seqs"], knobs["max_num_batched_tokens"])  # as vLLM does
         settings_of = f"vLLM {VLLM_VERSION} on {on.name}"
+    if "adapters" in options:
+        knobs.setdefault("max_loras", 1)
+    if knobs.get("num_draft_tokens") and "max_steps_in_flight" not in options:
+        knobs["max_steps_in_flight"] = 1  # as engines do, because drafts are verified only with one step in flight
     base = preset or ("default" if profile is None else "vllm")
     config = SchedulerConfig.preset(base, **{"num_blocks": 1, "max_model_len": longest, **knobs})
     kv: KvMemory | None = None
@@ -383,6 +408,8 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
             )
         host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
     check_host_memory(host_memory, config)
+    measured = () if profile is None else (profile.speculation, profile.adapter_share)
+    features = features_of_options(options, config, *measured)
 
     def memory(config: SchedulerConfig) -> KvMemory:
         assert shape is not None and on is not None
@@ -423,6 +450,7 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         sized,
         settings_of,
         host_memory,
+        features,
         _served_model(options, shape, profile),
     )
 
@@ -449,6 +477,8 @@ def _knobs_of_profile(settings: EngineSettings, longest: int) -> dict[str, Any]:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "block_size": settings.block_size,
         "max_steps_in_flight": 2 if settings.async_scheduling else 1,
+        "num_draft_tokens": settings.num_draft_tokens,
+        "max_loras": settings.max_loras,
     }
     if settings.num_blocks is not None:
         knobs |= {"num_blocks": settings.num_blocks, "kv_groups": settings.kv_groups}
@@ -465,27 +495,6 @@ def _profile_text(profile: Profile) -> str:
 
 
 # ---------------------------------------------------------------------- values, names
-
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-def seconds(option: str, text: str | None) -> float | None:
-    """Seconds of "500ms", "2s" or "1m"; None stays None.
-
-    Raises:
-        CommandError: `text` is not a duration above 0, or lacks a unit: vLLM's and guidellm's targets are milliseconds,
-            so a number alone would be understood as both.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
-    if found is not None and not found[2] and float(found[1]) > 0:
-        number = found[1]
-        raise CommandError(f"{_option_name(option)} is {number}, which has no unit; write {number}ms or {number}s")
-    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
-        raise CommandError(f"{_option_name(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def _option_name(name: str) -> str:

@@ -116,8 +116,53 @@ SERVED_BY: dict[str, Any] = {
     ],
 }
 
+SPECULATION_AND_ADAPTERS: dict[str, Any] = {
+    "acceptance": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARES",
+            help="Probability that each draft is accepted after the drafts before it, like 0.7,0.5,0.3; or length:2.4, "
+            "the mean tokens of a step (vLLM's mean acceptance length); or rates:0.7,0.35,0.1, the per-position rates "
+            "of vLLM's log [default: as the profile's log].",
+        ),
+    ],
+    "drafter_time": Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Time of the drafter after each step, like 2ms, or 10% of the step [default: 0]."
+        ),
+    ],
+    "adapters": Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Number of LoRA adapters among which requests are drawn; the second is half as popular as the first, "
+            "and so on. Also zipf:20,1.5 or uniform:20 [default: those of the trace, or none].",
+        ),
+    ],
+    "adapter_time": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE", help="Additional time of a step with adapters, as a share of the step, like 15%."
+        ),
+    ],
+}
+"""Options of drafts and adapters that are no knobs of the scheduler."""
+
 SCHEDULER: dict[str, Any] = {
     **simulated_options({name: SERVED_DEFAULTS[name] for name in ("max_model_len", "token_limits")}),
+    "num_draft_tokens": Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            "--num-speculative-tokens",
+            help="Maximum drafts per request and step; needs --acceptance or a profile with drafts [default: 0: no "
+            "speculation].",
+        ),
+    ],
+    "max_loras": Annotated[
+        int | None, typer.Option(help="Maximum number of different adapters in a step [default: 1 with adapters].")
+    ],
     "num_blocks": Annotated[
         int | None,
         typer.Option(
@@ -262,6 +307,7 @@ _SERVICE_PANELS: Panels = {
     "KV pool and prefix cache": (*knobs_of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
+    "Speculation and adapters": ("num_draft_tokens", "draft_table", *SPECULATION_AND_ADAPTERS, "max_loras"),
 }
 SIMULATE_HELP: Panels = {
     "Main options": (

@@ -151,6 +151,7 @@ class _Tuned:
             routing=self._service.routing,
             seed=seed,
             host_memory=self._service.host_memory,
+            features=self._service.features,
         )
         search = Search(
             space=space,
@@ -335,6 +336,12 @@ class _Tuned:
         ours = {name: options[name] for name in ("max_model_len", *_SWAPPED_AS) if name in options}
         if options.get("tensor_parallel", 1) > 1:
             theirs["tensor_parallel_size"] = options["tensor_parallel"]
+        if config.num_draft_tokens:
+            drafts = {"method": "METHOD", "num_speculative_tokens": config.num_draft_tokens}
+            theirs["speculative_config"] = json.dumps(drafts)
+            ours["num_draft_tokens"] = config.num_draft_tokens
+        if config.max_loras:  # `pointsman serve` has no adapters
+            theirs |= {"enable_lora": True, "max_loras": config.max_loras}
         return {
             "vllm": vllm_command(model, config, NAMES, theirs, self._preset),
             "pointsman": serve_command(model, config, NAMES, ours),

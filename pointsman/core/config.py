@@ -290,7 +290,6 @@ class SchedulerConfig(metaclass=Documented):
             _SPECULATION,
             "Fewer drafts as more requests run: 16:2,64:0 is 2 drafts from 16 requests on, and 0 from 64 on",
             metavar="RUNNING:DRAFTS,...",
-            is_simulated=False,
         ),
     ] = ()
     """Pairs (running requests, drafts), in ascending order: while at least that number of requests run, each request

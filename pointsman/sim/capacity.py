@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.report.summary import Targets, figures
@@ -90,6 +91,8 @@ class Question:
     seed: int = 0
     host_memory: HostMemory | None = None
     """Host memory behind the KV pool of each replica; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of each replica's engine, and the cost of its adapters."""
     on_probe: Callable[[Probe], None] | None = None
     """Function that is called with each finished probe."""
     progress: Progress | None = None
@@ -116,6 +119,7 @@ class Question:
             routing=self.routing(),
             seed=self.seed,
             host_memory=self.host_memory,
+            features=self.features,
             progress=self.progress,
         )
         if not outcome.is_complete:

@@ -13,8 +13,10 @@ from pointsman.core.recording import check_num_blocks
 from pointsman.files import MAX_MESSAGE, shown
 from pointsman.sim.accuracy import Times
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.features import Features
 from pointsman.sim.outcome import REASONS, Event, Timeline, Timings
 from pointsman.sim.simulator import Outcome
+from pointsman.sim.step_log import observed_speculation
 from pointsman.traces import LeftOut, Observed, ObservedRequest, Trace, TraceRequest
 
 
@@ -28,6 +30,9 @@ class Replayed:
     """Configuration with vLLM's own settings and decisions."""
     outcome: Outcome
     """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
+    features: Features
+    """The drafts of vLLM's run, with the acceptance that the recording shows; the drafter's time is part of the steps'
+    times."""
     recorded: Trace[ObservedRequest]
     """The recorded requests that can be simulated, also those beyond `limit`; and the number of left-out requests,
     which did not finish or got no token."""
@@ -55,6 +60,10 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     try:
         check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
+        if config.num_draft_tokens and config.max_steps_in_flight > 1:
+            # The core verifies drafts only with one step in flight. vLLM's asynchronous steps have as many drafts, and
+            # a request starts and ends up to one step later than here.
+            config = config.replace(max_steps_in_flight=1)
         check_policies(config)
         stats = Scheduler(config).stats()
     except (ValueError, TypeError) as error:
@@ -75,7 +84,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
     outcome = _outcome(observed, chosen, config, start, stats)
-    return Replayed(trace, config, outcome, recorded)
+    return Replayed(trace, config, outcome, Features(speculation=observed_speculation(observed)), recorded)
 
 
 def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:
@@ -122,6 +131,8 @@ def _outcome(
         num_scheduled_tokens=int(steps["num_tokens"].sum()),
         num_generated_tokens=sum(request.num_output_tokens for request in requests),
         num_preemptions=sum(request.num_preemptions for request in requests),
+        num_draft_tokens=sum(drafts * count for each in requests for drafts, _, count in each.drafts),
+        num_accepted_tokens=sum(accepted * count for each in requests for _, accepted, count in each.drafts),
         prefix_queries=looked_up,
         prefix_hits=sum(request.num_cached_tokens for request in requests),
     )

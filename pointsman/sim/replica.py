@@ -11,6 +11,8 @@ A step that decides anything is scheduled when it begins and updated when it end
 request decodes, and one call of `Scheduler.advance` runs all these steps, up to the first request that ends. Only the
 simulator knows the end of an output: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
+With speculation (`speculation.py`) every step is scheduled by itself, unless `draft_table` allows no drafts.
+
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the step before it begins, as in vLLM.
 Arrivals during a step, and facts known only at its end, count one step later. Such steps are simulated one by one.
 """
@@ -35,8 +37,10 @@ from pointsman.core import (
     SchedulerOutput,
     StepResult,
 )
+from pointsman.core.state.output import IntArray
 from pointsman.core.state.sealed import new_tuple
 from pointsman.core.step.validation import longer_than_model
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
 from pointsman.sim.request import EOS_TOKEN, VOCAB_SIZE, SimRequest, blank_prompt, filler_token, prompt_tokens
@@ -88,6 +92,11 @@ class _Known(NamedTuple):
     """Number of tokens, prompt and output, at the end of the request."""
     filler: int
     """The token that the request generates until its end."""
+    limit: int
+    """Number of tokens, prompt and output, that `max_tokens` allows."""
+    key: int
+    """Key of the request's drafts, see `Speculation.request_key`."""
+    has_adapter: bool
 
 
 class _Step(NamedTuple):
@@ -109,9 +118,10 @@ class Replica:
         vocab_size: number of token ids in prompts.
         listeners: listeners to the scheduler's events.
         host_memory: host memory that keeps evicted KV; None: evicted KV is lost.
+        features: drafts, and the cost of adapters.
 
     Raises:
-        SimulationError: the host memory does not fit the configuration.
+        SimulationError: the host memory or the features do not fit the configuration.
     """
 
     def __init__(
@@ -125,8 +135,10 @@ class Replica:
         vocab_size: int = VOCAB_SIZE,
         listeners: Iterable[Listener] = (),
         host_memory: HostMemory | None = None,
+        features: Features = PLAIN,
     ) -> None:
         check_host_memory(host_memory, config)
+        features.check(config)
         self.host = None if host_memory is None else HostTier(host_memory, config)
         self.scheduler = Scheduler(config, connector=self.host, listeners=listeners)
         self.timeline = Timeline()
@@ -139,6 +151,7 @@ class Replica:
         self._events = self.timeline.events
         self._ones = np.ones(_ROWS, dtype=np.int64)
         self._is_stepping = is_stepping
+        self._speculation, self._adapter_share = features.speculation, features.adapter_share
         self._decode_seconds = MIN_SECONDS  # seconds of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
@@ -152,6 +165,9 @@ class Replica:
         self._last_token = np.zeros(_ROWS, dtype=np.int64)  # number of tokens at the request's end
         self._filler = np.zeros(_ROWS, dtype=np.int32)  # token id of the request's output
         self._number = np.zeros(_ROWS, dtype=np.int64)  # number of the request in `timings`
+        self._limit = np.zeros(_ROWS, dtype=np.int64)  # number of tokens that `max_tokens` allows
+        self._key = np.zeros(_ROWS, dtype=np.uint64)  # key of the request's drafts
+        self._has_adapter = np.zeros(_ROWS, dtype=np.bool_)
         self._known: dict[Request, _Known] = {}  # of each unfinished request; the scheduler does not know it
 
     @property
@@ -184,9 +200,13 @@ class Replica:
             tenant=request.tenant,
             ttft_target=request.ttft_target,
             retention=request.retention,
+            adapter=None if request.adapter is None else (f"adapter {request.adapter}", 0),
         )
         num_tokens = length + max(1, request.num_output_tokens)
-        self._known[made] = new_tuple(_Known, (number, num_tokens, filler_token(request.index)))
+        key = 0 if self._speculation is None else self._speculation.request_key(request.index)
+        has_adapter = request.adapter is not None
+        of_request = (number, num_tokens, filler_token(request.index), length + max_tokens, key, has_adapter)
+        self._known[made] = new_tuple(_Known, of_request)
         planned = self._planned
         if planned is None:
             self.now = max(self.now, now)
@@ -235,7 +255,7 @@ class Replica:
             return self._schedule_ahead()
         if not scheduler.has_unfinished_requests():
             return None
-        if not self._is_stepping:
+        if not self._is_stepping and not self._drafts_next():
             rows = scheduler.running_rows
             if len(rows):
                 decodes = self._plan_decodes(rows, until)
@@ -252,12 +272,15 @@ class Replica:
             return None
         known = scheduler.running_num_tokens
         num_left = self._last_token[rows] - known
-        num_steps = scheduler.guaranteed_steps(min(num_steps, num_left.item(num_left.argmin())))
+        until_end = num_left.item(num_left.argmin())
+        if self._speculation is not None:  # drafts may be allowed again after a request's end, and a run proposes none
+            until_end = min(until_end, int((self._limit[rows] - known).min())) - 1
+        num_steps = scheduler.guaranteed_steps(min(num_steps, until_end))
         if not num_steps:
             return None
         times = np.empty(num_steps + 1)
         times[0] = self.now
-        self._fill_times(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
+        self._fill_times(times, 0, num_steps, rows, int(np.add.reduce(known)))
         end = times.item(num_steps)
         self._decode_seconds = max(end - times.item(num_steps - 1), MIN_SECONDS)
         return _Decodes(end, times, rows, num_left)
@@ -267,10 +290,13 @@ class Replica:
         a finished request are shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
-    def _fill_times(self, times: FloatArray, num_done: int, end: int, num_rows: int, context: int) -> None:
-        """Set the end times of the steps `done` + 1 to `end` of a run of decodes, in which `num_rows` rows decode.
-        `context`: number of positions that these rows would read in the first step of the run."""
+    def _fill_times(self, times: FloatArray, num_done: int, end: int, rows: Int64Array, context: int) -> None:
+        """Set the end times of the steps `done` + 1 to `end` of a run of decodes, in which `rows` decode. `context`:
+        number of positions that these rows would read in the first step of the run."""
+        num_rows = len(rows)
         seconds = self._step_time.of_decodes(num_rows, context + num_rows * num_done, end - num_done)
+        if self._adapter_share and self._has_adapter[rows].any():
+            seconds *= 1 + self._adapter_share
         seconds[0] += times[num_done]
         np.add.accumulate(seconds, 0, None, times[num_done + 1 : end + 1])
 
@@ -306,21 +332,34 @@ class Replica:
             self._ones = np.ones(2 * num_rows, dtype=np.int64)
         context = int(output.num_computed_tokens.dot(self._ones[:num_rows])) + total
         samples = int(np.count_nonzero(output.samples))
+        if len(output.draft_token_ids):
+            samples += len(output.draft_token_ids)
         load = StepLoad(total, num_rows, context, output.num_attended_tokens, samples)
-        return output, self._step_time.of_step(load) + copying
+        seconds = self._step_time.of_step(load)
+        if self._adapter_share and self._has_adapter[output.rows].any():
+            seconds *= 1 + self._adapter_share
+        if self._drafts_next() and samples:
+            assert self._speculation is not None
+            seconds += self._speculation.drafter_time(seconds)
+        return output, seconds + copying
 
     def _finish_step(self, output: SchedulerOutput) -> list[int]:
         scheduler, now, rows = self.scheduler, self.now, output.rows
         known, samples = output.num_computed_tokens + output.num_scheduled_tokens, output.samples
         if np.count_nonzero(samples) < len(rows):
             rows, known = rows[samples], known[samples]
-        known += _ONE
-        tokens = self._filler[rows]
-        tokens[known >= self._last_token[rows]] = EOS_TOKEN
-        result = StepResult(tokens)
+        if len(output.draft_token_ids):
+            result = self._sample_after_drafts(output)
+        else:
+            known += _ONE
+            tokens = self._filler[rows]
+            tokens[known >= self._last_token[rows]] = EOS_TOKEN
+            result = StepResult(tokens)
         if self._copies:
             result.copies = self._copies.pop(output.step_id, None)
         update = scheduler.update(output, result, now)
+        if self._drafts_next():
+            self._propose_drafts(output, update.counts)
         if self._max_in_flight > 1:  # requests may have finished since this step was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):
@@ -329,6 +368,35 @@ class Replica:
             waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
             self._events.append(Event(now, 1, output.num_rows, output.total_num_scheduled_tokens, waiting, usage))
         return self._record_finished(update.finished) if update.finished else _NONE
+
+    def _drafts_next(self) -> bool:
+        """Whether the drafter proposes drafts after a step with the requests that run now."""
+        return self._speculation is not None and self.scheduler.max_drafts > 0
+
+    def _sample_after_drafts(self, output: SchedulerOutput) -> StepResult:
+        """The tokens of a step that verifies drafts: in each row that samples, the accepted drafts and one more, up to
+        the end of the request."""
+        assert self._speculation is not None
+        rows, num_drafts = output.rows, output.num_draft_tokens
+        known = output.num_computed_tokens + output.num_scheduled_tokens - num_drafts
+        real = num_drafts.copy()
+        real[output.num_continued :] = 0  # placeholders of admitted requests, which no host accepts
+        counts = self._speculation.num_accepted(self._key[rows], known, real) + _ONE
+        counts[~output.samples] = 0
+        tokens, left = self._filler[rows].repeat(counts), self._last_token[rows] - known
+        is_over = (left <= counts) & output.samples
+        tokens[(counts.cumsum() - counts + left - _ONE)[is_over]] = EOS_TOKEN
+        return StepResult(tokens, counts)
+
+    def _propose_drafts(self, output: SchedulerOutput, num_new: IntArray) -> None:
+        """Propose the drafts of all rows of an updated step, to which the update added `num_new` [rows] tokens. The
+        scheduler drops the drafts of rows that do not decode."""
+        assert self._speculation is not None
+        rows = output.rows
+        known = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens + num_new
+        counts = self._speculation.num_proposed(self._key[rows], known, self.config.num_draft_tokens)
+        if counts.any():
+            self.scheduler.propose(output, self._filler[rows].repeat(counts), counts, self.now)
 
     def _finish_decodes(self, planned: _Decodes) -> list[int]:
         scheduler, (_, times, rows, num_left) = self.scheduler, planned
@@ -354,10 +422,11 @@ class Replica:
 
     def _store_row(self, row: int, known: _Known) -> None:
         while row >= len(self._number):
-            for name in ("_last_token", "_filler", "_number"):
+            for name in ("_last_token", "_filler", "_number", "_limit", "_key", "_has_adapter"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
-        self._number[row], self._last_token[row], self._filler[row] = known
+        self._number[row], self._last_token[row], self._filler[row] = known[:3]
+        self._limit[row], self._key[row], self._has_adapter[row] = known[3:]
 
     def _record_finished(self, requests: Iterable[Request]) -> list[int]:
         numbers = []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pointsman.core import SchedulerConfig, SchedulerStats
 from pointsman.core.observe.film import FilmRecorder
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import CopyTotals, HostMemory
 from pointsman.sim.outcome import Timeline, Timings
@@ -57,6 +58,7 @@ def simulate(
     is_stepping: bool = False,
     seed: int = 0,
     host_memory: HostMemory | None = None,
+    features: Features = PLAIN,
     until: float = math.inf,
     progress: Progress | None = None,
     films: Sequence[FilmRecorder] = (),
@@ -69,6 +71,7 @@ def simulate(
         routing: the rule that chooses a replica for each request; None: each replica in turn.
         is_stepping: schedule every step separately, with the same result but more slowly.
         host_memory: host memory behind each replica's KV pool; None: no host memory.
+        features: drafts of each replica's engine, and the cost of its adapters.
         progress: function that gets the progress, see `Progress`.
         films: recorders of the replicas' decisions, one for each replica from the first on; the caller closes them.
 
@@ -83,6 +86,7 @@ def simulate(
         is_stepping=is_stepping,
         seed=seed,
         host_memory=host_memory,
+        features=features,
         films=films,
     ).run(until, progress)
 
@@ -101,13 +105,22 @@ class Simulation:
         is_stepping: bool,
         seed: int,
         host_memory: HostMemory | None = None,
+        features: Features = PLAIN,
         films: Sequence[FilmRecorder] = (),
     ) -> None:
         if num_replicas < 1:
             raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1")
         self.timings = Timings(workload.num_requests or 1024)
         self.replicas = [
-            Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed, host_memory=host_memory)
+            Replica(
+                config,
+                step_time,
+                self.timings,
+                is_stepping=is_stepping,
+                seed=seed,
+                host_memory=host_memory,
+                features=features,
+            )
             for _ in range(num_replicas)
         ]
         if len(films) > num_replicas:

@@ -35,7 +35,8 @@ class StepLoad(NamedTuple):
     num_attended: int
     """Sum over the computed tokens of the number of positions that a token attends to, its own included."""
     num_samples: int
-    """Number of rows that sample a token."""
+    """Number of positions at which the model chooses a token: one for each row that samples, and one for each draft
+    that the step verifies."""
 
     @classmethod
     def of_rows(cls, rows: list[tuple[int, int]], num_samples: int | None = None) -> StepLoad:
@@ -134,8 +135,8 @@ class LinearStepTime:
     per_attended: float = 0.0
     per_sample: float = 0.0
     per_prefill: float = 0.0
-    """Additional seconds of a step with more tokens than rows: engines run plain decodes through kernels of their own,
-    or captured as a graph."""
+    """Additional seconds of a step that computes prompts, so has more tokens than rows and than `num_samples`: engines
+    run decodes through kernels of their own, or captured as a graph."""
     host_overhead: float = 0.0
     """Seconds of the host's own work in a step: scheduling, inputs, outputs."""
     asynchronous: bool = False

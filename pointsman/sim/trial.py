@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.profile import Hull, WatchedStepTime
@@ -99,6 +100,8 @@ class Judge:
     seed: int = 0
     host_memory: HostMemory | None = None
     """Host memory behind the KV pool of each replica; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of each replica's engine, and the cost of its adapters."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate a job.
@@ -116,6 +119,7 @@ class Judge:
             routing=self.routing(),
             seed=self.seed,
             host_memory=self.host_memory,
+            features=self.features,
             progress=progress,
         )
         if not outcome.is_complete:
