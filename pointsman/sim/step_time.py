@@ -246,8 +246,9 @@ class Efficiencies:
     attention: float = 0.65
     """Share of the peak FLOP/s that attention reaches; the rest as for `linear`."""
     fill: float = 5000.0
-    """Tokens by which attention of a prefill takes longer, times the number of heads of a device, because the heads
-    divide the work of a token; see `prefill_attention`."""
+    """Tokens by which attention of a prefill takes longer on a device with one head of 128 dimensions. More heads
+    divide it, as they make more tiles of a token. Larger heads multiply it, as fewer of their tiles fit a processor.
+    See `prefill_attention`."""
     decode_tokens: float = 64.0
     """Tokens for which the token of a decoding row counts in a step with a prefill, see `prefill_attention`. Latent
     attention has a kernel of its own for decodes: 0 there."""
@@ -627,7 +628,7 @@ class RooflineStepTime:
             windowed_attended=windowed * shape.attention_flops,
             full_decode=full * shape.decode_attention_flops,
             windowed_decode=windowed * shape.decode_attention_flops,
-            fill_tokens=shares.fill * parallel / shape.num_heads,
+            fill_tokens=shares.fill * parallel / shape.num_heads * (shape.v_head_dim or shape.head_dim) / 128,
             decode_tokens=0.0 if shape.kv_lora_rank else shares.decode_tokens,
             rest=rest,
             rest_token=rest_token,
