@@ -66,6 +66,7 @@ DIFFERENT = 0.1
 MAX_DATASHEET_ERROR, MAX_CALIBRATED_ERROR, MIN_NAMED, MAX_WORSE = 0.20, 0.07, 0.95, 0.03
 POLICIES: dict[str, dict[str, Any]] = {
     "target-itl": {"token_limits": ("target-itl",)},
+    "target-itl:seconds=0.2": {"token_limits": ("target-itl:seconds=0.2",)},
     "auto": dict(PRESETS["auto"]),
 }
 """Settings beside the highest budget of a load."""
@@ -107,8 +108,8 @@ def _means(task: tuple[RunSummary, SchedulerConfig, StepTime, float]) -> dict[st
 def _latencies(task: tuple[RunSummary, SchedulerConfig, StepTime, float]) -> list[float]:
     """The latency of each request of a run, by arrival."""
     run_, config, step_time, overhead = task
-    timings = simulate(OpenLoop(run_.requests), config, step_time).timings
-    latencies: list[float] = (timings.last_token - timings.arrival + overhead).tolist()
+    timings = simulate(OpenLoop(run_.requests), config, step_time, request_overhead=overhead).timings
+    latencies: list[float] = (timings.last_token - timings.arrival).tolist()
     return latencies
 
 

@@ -177,9 +177,18 @@ def calibrate(
     from pointsman.traces import TraceError
 
     check_writable(output)
+    settings = EngineSettings(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        async_scheduling=async_scheduling,
+    )
     if is_summaries(log):
         return run_calibrate_runs(
             log,
+            settings,
             train=train,
             train_budget=train_budget,
             model=model,
@@ -194,14 +203,6 @@ def calibrate(
         raise CommandError(f"--train-budget has no effect: {log} has no summaries of runs; leave it out")
     if plot is not None:
         _check_plot(plot)
-    settings = EngineSettings(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        async_scheduling=async_scheduling,
-    )
     given, begin = settings, time.perf_counter()
     notes: list[str] = []
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from pointsman.cli.progress_bar import ProgressBar
 from pointsman.traces import TraceError, is_run_summaries
 
 if TYPE_CHECKING:
+    from pointsman.sim.profile import EngineSettings
     from pointsman.sim.summaries import RunCalibration
 
 UNITS = {
@@ -41,6 +43,7 @@ def is_summaries(log: str) -> bool:
 
 def run_calibrate_runs(
     log: str,
+    settings: EngineSettings,
     *,
     train: int | None,
     train_budget: int | None,
@@ -54,6 +57,9 @@ def run_calibrate_runs(
 ) -> int:
     """Fit to summaries of runs. The options are those of `pointsman calibrate`.
 
+    Args:
+        settings: the settings that options gave; a run has its own, so they must be the defaults.
+
     Raises:
         CommandError: the file or an option is wrong.
     """
@@ -62,6 +68,12 @@ def run_calibrate_runs(
 
     if plot is not None:
         raise CommandError("--plot has no effect with summaries of runs, which have no times of requests; leave it out")
+    default = asdict(type(settings)())
+    for name, value in asdict(settings).items():
+        if value != default[name]:
+            raise CommandError(
+                f"--{name.replace('_', '-')} has no effect: each line of {log} has its run's settings; leave it out"
+            )
     begin = time.perf_counter()
     try:
         problem, left_out = read_problem(

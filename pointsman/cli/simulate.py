@@ -94,6 +94,7 @@ def run_simulation(
                 routing=service.routing(),
                 seed=first + place,
                 host_memory=service.host_memory,
+                request_overhead=0.0 if service.profile is None else service.profile.request_overhead,
                 progress=bar.update_after(sum(each.report.counts.arrived for each in found)),
                 films=films if place == 0 else (),
             )

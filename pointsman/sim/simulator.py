@@ -57,6 +57,7 @@ def simulate(
     is_stepping: bool = False,
     seed: int = 0,
     host_memory: HostMemory | None = None,
+    request_overhead: float = 0.0,
     until: float = math.inf,
     progress: Progress | None = None,
     films: Sequence[FilmRecorder] = (),
@@ -69,6 +70,8 @@ def simulate(
         routing: the rule that chooses a replica for each request; None: each replica in turn.
         is_stepping: schedule every step separately, with the same result but more slowly.
         host_memory: host memory behind each replica's KV pool; None: no host memory.
+        request_overhead: seconds of each request outside the engine, before it arrives there: a request of the workload
+            reaches a replica at its time, and counts as arrived these seconds before.
         progress: function that gets the progress, see `Progress`.
         films: recorders of the replicas' decisions, one for each replica from the first on; the caller closes them.
 
@@ -83,6 +86,7 @@ def simulate(
         is_stepping=is_stepping,
         seed=seed,
         host_memory=host_memory,
+        request_overhead=request_overhead,
         films=films,
     ).run(until, progress)
 
@@ -101,6 +105,7 @@ class Simulation:
         is_stepping: bool,
         seed: int,
         host_memory: HostMemory | None = None,
+        request_overhead: float = 0.0,
         films: Sequence[FilmRecorder] = (),
     ) -> None:
         if num_replicas < 1:
@@ -118,6 +123,7 @@ class Simulation:
             replica.scheduler.start_film(film)
         self._workload = workload
         self._routing = routing
+        self._request_overhead = request_overhead
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
         self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
@@ -199,7 +205,7 @@ class Simulation:
             request = heapq.heappop(self._followers)[2]
         chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
         replica = self.replicas[chosen]
-        number = self.timings.add_request(time, request.num_prompt_tokens, chosen)
+        number = self.timings.add_request(time - self._request_overhead, request.num_prompt_tokens, chosen)
         self._requests.append(request)
         replica.add(number, request, time)
         if replica.refused:

@@ -143,9 +143,8 @@ def simulated_means(
         step_time: how long a step takes.
         request_overhead: seconds of each request outside the engine, which its client measures, too.
     """
-    timings = simulate(OpenLoop(run.requests), config, step_time).timings
-    ttft = timings.first_token - timings.arrival + request_overhead
-    latency = timings.last_token - timings.arrival + request_overhead
+    timings = simulate(OpenLoop(run.requests), config, step_time, request_overhead=request_overhead).timings
+    ttft, latency = timings.first_token - timings.arrival, timings.last_token - timings.arrival
     found = {"ttft": float(ttft.mean()), "latency": float(latency.mean())}
     has_gaps = timings.num_output_tokens > 1
     if has_gaps.any():
@@ -398,6 +397,7 @@ def calibrate_runs(
         num_train=len(trained.runs),
         training_errors=_error_summary(errors, is_training),
         held_out_errors=_error_summary(errors, ~is_training),
+        request_overhead=fit.request_overhead,
         notes=_notes(fit, problem, trained),
     )
     return RunCalibration(profile, fit, problem.runs, is_training, errors)
@@ -445,8 +445,8 @@ def _notes(fit: RunFit, problem: RunProblem, trained: RunProblem) -> list[str]:
     budgets = sorted({run.max_num_batched_tokens for run in trained.runs})
     return [
         f"fitted on {problem.estimate.device.name}: {changes}",
-        f"the client saw {fit.request_overhead * 1e3:.0f} ms more of each request, in itself, the network and the API "
-        "server; the errors include them, simulations with the profile do not: add them to TTFT and latency",
+        f"each request spends {fit.request_overhead * 1e3:.0f} ms outside the engine: in the client, the network and "
+        "the API server",
         f"max_num_batched_tokens of the training runs: {', '.join(map(str, budgets))}",
         f"num_blocks {trained.settings[0].num_blocks:,} is estimated for {problem.estimate.device.name}",
         "prompts are taken as distinct: nothing is found in a prefix cache",
