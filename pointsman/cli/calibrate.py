@@ -53,7 +53,7 @@ Log = Annotated[
     typer.Argument(
         metavar="LOG",
         help="Result of vllm bench serve --save-result --save-detailed, JSON lines with queued_ts, first_token_ts and "
-        "last_token_ts, a guidellm report, or a recording with step times.",
+        "last_token_ts, a guidellm report, a recording with step times, or summaries of runs with their arrivals.",
     ),
 ]
 Train = Annotated[
@@ -61,6 +61,14 @@ Train = Annotated[
     typer.Option(
         metavar="N",
         help="Fit to the N requests that finish first, and predict the others [default: half of all, at most 300].",
+    ),
+]
+TrainBudget = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="For summaries of runs: fit to the runs with this max_num_batched_tokens, and predict the others "
+        "[default: every second run].",
     ),
 ]
 MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="Setting of the log's engine.")]
@@ -146,6 +154,7 @@ def _as_option(name: str, value: Any) -> str:
 def calibrate(
     log: Log,
     train: Train = None,
+    train_budget: TrainBudget = None,
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     num_blocks: NumBlocks = None,
@@ -167,6 +176,7 @@ def calibrate(
     Give the settings of the engine that wrote the log. The defaults are vLLM's, with chunked prefill, full-sequence
     admission and first come, first served. Prompts are assumed to be distinct, so the prefix cache finds nothing.
     TTFT is first token - queued, E2E is last token - queued, and TPOT is (E2E - TTFT) / (output tokens - 1).
+    Summaries of runs have their settings in each line, and need --model and --device if they are of several.
 
     Exit code 0: fitted; 2: the log or an option is wrong.
     """
@@ -174,6 +184,7 @@ def calibrate(
         import scipy  # noqa: F401  before the log is read
     except ModuleNotFoundError:
         raise CommandError(missing_library("calibrate", "scipy", "sim")) from None
+    from pointsman.cli.calibrate_runs import is_summaries, run_calibrate_runs
     from pointsman.sim.calibrate import calibrate as fit
     from pointsman.sim.errors import SimulationError
     from pointsman.sim.profile import EngineSettings
@@ -181,8 +192,6 @@ def calibrate(
     from pointsman.traces import TraceError
 
     check_writable(output)
-    if plot is not None:
-        _check_plot(plot)
     settings = EngineSettings(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -196,6 +205,24 @@ def calibrate(
         raise CommandError(f"--num-draft-tokens is {num_draft_tokens}; it must be at least 0")
     if acceptance is not None and not num_draft_tokens:
         raise CommandError("--acceptance has no effect without drafts; give --num-draft-tokens too")
+    if is_summaries(log):
+        return run_calibrate_runs(
+            log,
+            settings,
+            train=train,
+            train_budget=train_budget,
+            model=model,
+            device=device,
+            tensor_parallel=tensor_parallel,
+            gpu_memory_utilization=gpu_memory_utilization,
+            output=output,
+            plot=plot,
+            as_json=as_json,
+        )
+    if train_budget is not None:
+        raise CommandError(f"--train-budget has no effect: {log} has no summaries of runs; leave it out")
+    if plot is not None:
+        _check_plot(plot)
     given, begin = settings, time.perf_counter()
     notes: list[str] = []
     try:

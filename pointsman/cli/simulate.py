@@ -96,6 +96,7 @@ def run_simulation(
                 seed=first + place,
                 host_memory=service.host_memory,
                 features=service.features,
+                request_overhead=0.0 if service.profile is None else service.profile.request_overhead,
                 progress=bar.update_after(sum(each.report.counts.arrived for each in found)),
                 films=films if place == 0 else (),
             )

@@ -96,7 +96,11 @@ SERVED_BY: dict[str, Any] = {
     ],
     "device": Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A built-in device (see --list), or cpu for this machine [default: h100]."),
+        typer.Option(
+            metavar="NAME",
+            help="A built-in device (see --list), cpu for this machine, or a description: "
+            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it [default: h100].",
+        ),
     ],
     "profile": Annotated[
         str | None,

@@ -181,6 +181,9 @@ class Profile:
     training_errors: dict[str, float | int | None] = field(default_factory=dict)
     """Fields of `RequestErrors` or of `StepErrors`; fractions."""
     held_out_errors: dict[str, float | int | None] = field(default_factory=dict)
+    request_overhead: float = 0.0
+    """Seconds of each request outside the engine, which the log's client measured: in itself, the network and the API
+    server; 0: unknown."""
     notes: list[str] = field(default_factory=list)
     """Assumptions, as sentences."""
 
@@ -204,6 +207,7 @@ class Profile:
             "hull": {part: list(ends) for part, ends in self.hull.ranges.items()},
             "training_errors": self.training_errors,
             "held_out_errors": self.held_out_errors,
+            "request_overhead": self.request_overhead,
             "notes": self.notes,
         }
 
@@ -237,6 +241,9 @@ class Profile:
                 num_train=_read_count("num_train", values["num_train"]),
                 training_errors=dict(values["training_errors"]),
                 held_out_errors=dict(values["held_out_errors"]),
+                request_overhead=_read_seconds(
+                    "request_overhead", values.get("request_overhead", 0.0)
+                ),  # older profiles have none
                 notes=[str(note) for note in values["notes"]],
             )
         except KeyError as error:
@@ -333,6 +340,12 @@ def _read_count(name: str, value: object, least: int = 1) -> int:
             f"{name} is {represented(value)}; it must be a whole number, at least {least} and at most {MAX_TOKENS}"
         )
     return value
+
+
+def _read_seconds(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise CalibrationError(f"{name} is {represented(value)}; it must be a finite number of seconds, at least 0")
+    return float(value)
 
 
 def _read_range(part: str, value: Any) -> tuple[int, int]:

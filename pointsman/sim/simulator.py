@@ -59,6 +59,7 @@ def simulate(
     seed: int = 0,
     host_memory: HostMemory | None = None,
     features: Features = PLAIN,
+    request_overhead: float = 0.0,
     until: float = math.inf,
     progress: Progress | None = None,
     films: Sequence[FilmRecorder] = (),
@@ -72,6 +73,8 @@ def simulate(
         is_stepping: schedule every step separately, with the same result but more slowly.
         host_memory: host memory behind each replica's KV pool; None: no host memory.
         features: drafts of each replica's engine, and the cost of its adapters.
+        request_overhead: seconds of each request outside the engine, before it arrives there: a request of the workload
+            reaches a replica at its time, and counts as arrived these seconds before.
         progress: function that gets the progress, see `Progress`.
         films: recorders of the replicas' decisions, one for each replica from the first on; the caller closes them.
 
@@ -87,6 +90,7 @@ def simulate(
         seed=seed,
         host_memory=host_memory,
         features=features,
+        request_overhead=request_overhead,
         films=films,
     ).run(until, progress)
 
@@ -106,6 +110,7 @@ class Simulation:
         seed: int,
         host_memory: HostMemory | None = None,
         features: Features = PLAIN,
+        request_overhead: float = 0.0,
         films: Sequence[FilmRecorder] = (),
     ) -> None:
         if num_replicas < 1:
@@ -131,6 +136,7 @@ class Simulation:
             replica.scheduler.start_film(film)
         self._workload = workload
         self._routing = routing
+        self._request_overhead = request_overhead
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
         self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
@@ -212,7 +218,7 @@ class Simulation:
             request = heapq.heappop(self._followers)[2]
         chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
         replica = self.replicas[chosen]
-        number = self.timings.add_request(time, request.num_prompt_tokens, chosen)
+        number = self.timings.add_request(time - self._request_overhead, request.num_prompt_tokens, chosen)
         self._requests.append(request)
         replica.add(number, request, time)
         if replica.refused:

@@ -155,6 +155,15 @@ def test_latency_of_one_request_is_the_time_of_its_steps() -> None:
     assert timings.max_gap[0] == pytest.approx(1.01)
 
 
+def test_time_outside_the_engine_is_part_of_each_latency() -> None:
+    source = workload(0, with_followers=False)
+    config = SchedulerConfig(num_blocks=4000, max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=8)
+    plain, longer = (simulate(source, config, STEP_TIME, request_overhead=seconds).timings for seconds in (0.0, 0.25))
+    np.testing.assert_allclose(longer.arrival, plain.arrival - 0.25)
+    np.testing.assert_array_equal(longer.first_token, plain.first_token)
+    np.testing.assert_array_equal(longer.last_token, plain.last_token)
+
+
 def test_async_scheduling_admits_arrivals_one_step_later() -> None:
     """The step that begins at 1.0 was scheduled at 0.0, so a request that arrives at 0.5 runs from 2.0 on."""
     two = Listed([(0.0, SimRequest("a", 4, 9)), (0.5, SimRequest("b", 4, 2))], {})

@@ -17,6 +17,7 @@ from pointsman.sim.memory import num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.shapes import SHAPES
 from pointsman.sim.step_time import (
+    KNOWN_CHECKS,
     Efficiencies,
     LinearStepTime,
     RooflineStepTime,
@@ -306,7 +307,30 @@ def test_the_roofline_caveat_names_model_and_device() -> None:
     caveat = RooflineStepTime(shape=LLAMA, device=H100).caveat()
     assert LLAMA.name in caveat
     assert H100.name in caveat
-    assert "predict TTFT -47%, TPOT -20%, end-to-end times -26%" in caveat
+    assert "TTFT by -24% to +1%, TPOT by -12% to -1%, end-to-end times by -19% to +0%" in caveat
+    assert "nothing was measured on H100-SXM" in caveat
+    assert "nothing was measured" not in RooflineStepTime(shape=LLAMA, device=device("a100")).caveat()
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "rtx5090", "rtx-pro-6000", "mi300x"])
+def test_alternatives_span_the_measured_errors(name: str) -> None:
+    model = RooflineStepTime(shape=LLAMA, device=device(name))
+    others = model.alternatives()
+    assert 3 <= len(others) <= 8
+    assert model not in others
+    assert len(set(others)) == len(others)
+    bound = bound_of(model)
+    worst = max(abs(1 / (1 + check.e2e) - 1) for check in KNOWN_CHECKS)
+    for load in LOADS.values():
+        seconds = [other.of_step(load) for other in others]
+        assert min(seconds) < model.of_step(load) < max(seconds)
+        assert min(seconds) >= bound.of_step(load)
+        assert max(seconds) / model.of_step(load) > 1.1
+    assert max(other.of_step(LOADS["prefill"]) for other in others) > (1 + worst) * model.of_step(LOADS["prefill"])
+
+
+def test_a_bound_has_no_alternatives() -> None:
+    assert bound_of(RooflineStepTime(shape=LLAMA, device=H100)).alternatives() == ()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-70b", "experts", "windows", "gemma", "latent"])
