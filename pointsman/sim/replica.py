@@ -159,6 +159,26 @@ class Replica:
         """Number of unfinished requests on the replica."""
         return len(self._known)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests in the scheduler's queue."""
+        return self.scheduler.num_queued
+
+    @property
+    def num_running(self) -> int:
+        """Number of running requests."""
+        return self.scheduler.num_running
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV blocks that requests hold, 0 to 1."""
+        return self.scheduler.kv_cache_usage
+
+    @property
+    def is_between_events(self) -> bool:
+        """Whether no event is planned, so that the scheduler has every request that has arrived."""
+        return self._planned is None
+
     # ------------------------------------------------------------------ requests
 
     def add(self, number: int, request: SimRequest, now: float) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pointsman.core import SchedulerConfig, SchedulerStats
 from pointsman.core.observe.film import FilmRecorder
-from pointsman.sim.fleet import RoundRobin, Routing
+from pointsman.sim.fleet import Observing, RoundRobin, Routing
 from pointsman.sim.host_memory import CopyTotals, HostMemory
 from pointsman.sim.outcome import Timeline, Timings
 from pointsman.sim.replica import Replica
@@ -118,6 +118,7 @@ class Simulation:
             replica.scheduler.start_film(film)
         self._workload = workload
         self._routing = routing
+        self._observing = routing if num_replicas > 1 and isinstance(routing, Observing) else None
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
         self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
@@ -170,6 +171,8 @@ class Simulation:
                 self._schedule_follow_up(number, first.now)
             if first.refused:
                 self._note_refused(first)
+            if self._observing is not None:
+                self._observing.observe(replicas.index(first), first, first.now)
             if self._followers:
                 arrival = self._next_arrival()
             num_events += 1
@@ -197,13 +200,15 @@ class Simulation:
             self._next_first = next(self._first, None)
         else:
             request = heapq.heappop(self._followers)[2]
-        chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
+        chosen = self._routing.choose(request, self.replicas, time) if len(self.replicas) > 1 else 0
         replica = self.replicas[chosen]
         number = self.timings.add_request(time, request.num_prompt_tokens, chosen)
         self._requests.append(request)
         replica.add(number, request, time)
         if replica.refused:
             self._note_refused(replica)
+        if self._observing is not None and replica.is_between_events:
+            self._observing.observe(chosen, replica, time)
 
     def _note_refused(self, replica: Replica) -> None:
         refused, replica.refused = replica.refused, []
