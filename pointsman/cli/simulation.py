@@ -19,11 +19,12 @@ from pointsman.core.errors import PointsmanError
 from pointsman.core.policy.registry import check_policies, fields_read
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.core.recording import check_num_blocks
+from pointsman.core.state.layout import describe_groups
 from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.host_memory import HostMemory, check_host_memory
-from pointsman.sim.memory import KvMemory, num_kv_blocks
+from pointsman.sim.memory import KvMemory, layer_groups, num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
 from pointsman.sim.scenarios import SCENARIOS
@@ -347,9 +348,15 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         )
     if profile is not None:
         knobs = {**_knobs_of_profile(profile.settings, longest), **knobs}
-        if has_model and "num_blocks" not in options:  # blocks are then those of one group, see `KvMemory`
+        if has_model and "num_blocks" not in options:  # blocks are then those of the model's groups, see `KvMemory`
             knobs.pop("num_blocks", None)
             knobs.pop("kv_groups", None)
+    has_hybrid_manager = not options.get("disable_hybrid_kv_cache_manager", False)
+    if shape is None and not has_hybrid_manager:
+        raise CommandError("--disable-hybrid-kv-cache-manager has no effect without a model's layers; give --model")
+    groups = None if shape is None else layer_groups(shape, has_hybrid_manager=has_hybrid_manager)
+    if groups is not None:
+        knobs.setdefault("kv_groups", groups.kv_groups)
     parallel = options.get("tensor_parallel", 1)
     on = None if shape is None else device(options.get("device", DEVICE))
     settings_of = "the preset" if profile is None else "the profile's engine"
@@ -381,13 +388,17 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
                 "--kv-offload-bytes needs the model's KV size and the device's bandwidth to its host; give --model and "
                 "--device"
             )
-        host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
+        num_bytes, layers = size(options["kv_offload_bytes"], "kv_offload_bytes"), _layers_per_block(shape, config)
+        host_memory = HostMemory.of(num_bytes, shape, on, parallel, layers_per_block=layers)
     check_host_memory(host_memory, config)
 
     def memory(config: SchedulerConfig) -> KvMemory:
         assert shape is not None and on is not None
         usable = options.get("gpu_memory_utilization", 0.9)
-        found = num_kv_blocks(shape, on, config.block_size, usable, parallel, **_largest_step(config))
+        largest_step = _largest_step(config)
+        found = num_kv_blocks(
+            shape, on, config.block_size, usable, parallel, has_hybrid_manager=has_hybrid_manager, **largest_step
+        )
         check_num_blocks(found.num_blocks)
         return found
 
@@ -403,9 +414,11 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
     if "num_blocks" in knobs:
         given_by = "given" if "num_blocks" in options else "the engine of the profile had"
         kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as {given_by}"
+        if config.has_kv_groups:
+            kv_text += f", in {describe_groups(config.kv_groups)}.{_full_length_text(config)}"
     elif shape is not None:
         kv = memory(config)
-        kv_text = f"{kv}".rstrip()
+        kv_text = f"{kv}".rstrip() + _full_length_text(config.replace(num_blocks=kv.num_blocks))
     else:
         kv_text = (
             "never short, because their number is not known: give --num-blocks as the engine's log "
@@ -425,6 +438,21 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         host_memory,
         _served_model(options, shape, profile),
     )
+
+
+def _full_length_text(config: SchedulerConfig) -> str:
+    """The number of tokens that groups of layers hold, as vLLM's log reports it."""
+    if not config.has_kv_groups:
+        return ""
+    return f" They hold {config.num_full_length_tokens:,} tokens of requests of {config.max_model_len:,} tokens."
+
+
+def _layers_per_block(shape: ModelShape, config: SchedulerConfig) -> int:
+    """Number of layers whose KV a block holds. Of a profile's groups only their number is known."""
+    groups = layer_groups(shape, has_hybrid_manager=config.has_kv_groups)
+    if config.kv_groups == groups.kv_groups:
+        return groups.num_layers
+    return -(-shape.num_layers // max(1, len(config.kv_groups)))
 
 
 def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile: Profile | None) -> str:

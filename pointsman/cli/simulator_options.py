@@ -106,12 +106,20 @@ SERVED_BY: dict[str, Any] = {
     "gpu_memory_utilization": Annotated[
         float | None, typer.Option(help="Share of the device's memory for the engine [default: 0.9].")
     ],
+    "disable_hybrid_kv_cache_manager": Annotated[
+        bool | None,
+        typer.Option(
+            "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+            help="Whether layers with a sliding window keep the KV of the whole context [default: no, as vLLM].",
+        ),
+    ],
     "kv_offload_bytes": KNOBS["kv_offload_bytes"],
     "routing": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Rule that chooses the replica: round-robin, least-loaded or prefix-affinity [default: round-robin].",
+            help="Rule that chooses the replica: round-robin, least-loaded, prefix-affinity, vllm or vllm-0.26 "
+            "[default: round-robin].",
         ),
     ],
 }
@@ -259,7 +267,11 @@ ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, s
 
 _SERVICE_PANELS: Panels = {
     "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
-    "KV pool and prefix cache": (*knobs_of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
+    "KV pool and prefix cache": (
+        "disable_hybrid_kv_cache_manager",
+        *knobs_of_panel("KV pool and prefix cache"),
+        "kv_offload_bytes",
+    ),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
 }

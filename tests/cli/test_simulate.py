@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pointsman.cli.errors import CommandError
 from pointsman.cli.simulation import seconds, service_of_options, workload_of_options
 from pointsman.sim.devices import DEVICES
 from pointsman.sim.fleet import ROUTINGS
@@ -99,6 +100,8 @@ def test_simulate_lists_all_models_devices_and_presets(pointsman: Run) -> None:
     assert finished.code == 0
     for name in (*SHAPES, *DEVICES, *ROUTINGS, "low-latency", "nano-vllm", "datasheet"):
         assert name in finished.out
+    helped = " ".join(pointsman("simulate", "--help").out.split())
+    assert f"{', '.join(list(ROUTINGS)[:-1])} or {list(ROUTINGS)[-1]}" in helped
 
 
 def test_simulate_help_begins_with_the_main_options(pointsman: Run) -> None:
@@ -154,6 +157,30 @@ def test_several_replicas_with_a_routing_rule_are_simulated(pointsman: Run, trac
     found = report(pointsman("simulate", "--trace", trace, "--replicas", 3, "--routing", "least-loaded", "--json"))
     assert found["num_replicas"] == 3
     assert found["counts"]["finished"] == 20
+
+
+def test_layers_with_windows_are_kept_in_groups_unless_disabled(tmp_path: Path) -> None:
+    window, full = ("window", 1024), ("full", 0)
+    grouped = service_of_options({"model": "gemma-3-27b-it"}, None)
+    assert grouped.config.kv_groups == (window,) * 6 + (full,)
+    assert "6 groups of a window of 1024" in grouped.kv_text and "of requests of 131,072 tokens" in grouped.kv_text
+    plain = service_of_options({"model": "gemma-3-27b-it", "disable_hybrid_kv_cache_manager": True}, None)
+    assert not plain.config.kv_groups
+    assert grouped.config.num_blocks == pytest.approx(6.2 * plain.config.num_blocks, rel=1e-3)
+    assert grouped.sized(grouped.config.replace(num_blocks=1)) == grouped.config
+    given = service_of_options({"model": "gpt-oss-20b", "num_blocks": 5000}, None)
+    assert given.config.kv_groups == (("window", 128), full) and "1 group of a window of 128" in given.kv_text
+    profile(max_rows=1).save(tmp_path / "profile.json")
+    with pytest.raises(CommandError, match="no effect without a model's layers"):
+        service_of_options({"profile": str(tmp_path / "profile.json"), "disable_hybrid_kv_cache_manager": True}, None)
+
+
+def test_host_memory_holds_blocks_of_the_groups_of_layers() -> None:
+    offload = {"model": "gemma-3-27b-it", "kv_offload_bytes": "64GiB"}
+    grouped = service_of_options(offload, None)
+    plain = service_of_options({**offload, "disable_hybrid_kv_cache_manager": True}, None)
+    assert grouped.host_memory is not None and plain.host_memory is not None
+    assert plain.host_memory.bytes_per_token == pytest.approx(6.2 * grouped.host_memory.bytes_per_token)
 
 
 def test_tensor_parallelism_increases_the_number_of_blocks() -> None:
