@@ -93,7 +93,7 @@ class PrefixAffinity:
         return self._router.choose(prompt, "", [replica.num_unfinished for replica in replicas])
 
 
-class VllmBalance:
+class VllmRouting:
     """The rule by which vLLM's client balances data parallel engines (`DPLBAsyncMPClient` of vLLM 0.32).
 
     An engine reports its numbers of waiting and running requests and its KV cache usage when one of the numbers has
@@ -151,7 +151,7 @@ class VllmBalance:
             self._last_published, self._changed = due, math.inf
 
 
-class VllmQueueBalance(VllmBalance):
+class VllmQueueRouting(VllmRouting):
     """The rule of vLLM up to 0.26 for mixtures of experts: the lowest `4 * waiting + running` as published, of several
     such engines the first. These versions publish no reports for other models, whose requests go round robin."""
 
@@ -166,7 +166,7 @@ ROUTINGS: Mapping[str, Callable[[], Routing]] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "prefix-affinity": PrefixAffinity,
-    "vllm": VllmBalance,
-    "vllm-0.26": VllmQueueBalance,
+    "vllm": VllmRouting,
+    "vllm-0.26": VllmQueueRouting,
 }
 """The routing rules by name."""

@@ -14,7 +14,7 @@ import numpy as np
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from pointsman.core import SchedulerConfig
-from pointsman.sim.fleet import VllmBalance
+from pointsman.sim.fleet import VllmRouting
 from pointsman.sim.request import SimRequest
 
 
@@ -45,7 +45,7 @@ def compare(seed: int, tally: Counter[str]) -> str | None:
     """The first difference in one workload."""
     rng = np.random.default_rng(seed)
     engines = [Engine() for _ in range(rng.integers(2, 6))]
-    client, rule, now = client_of(len(engines)), VllmBalance(), 0.0
+    client, rule, now = client_of(len(engines)), VllmRouting(), 0.0
     engine_of: dict[str, int] = {}
     for number in range(200):
         if rng.random() < 0.3:

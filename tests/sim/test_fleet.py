@@ -11,7 +11,7 @@ from _scale_simulated import simulated_hit_rate
 
 from pointsman.core import SchedulerConfig
 from pointsman.routing import Router
-from pointsman.sim.fleet import PrefixAffinity, Routed, VllmBalance, VllmQueueBalance
+from pointsman.sim.fleet import PrefixAffinity, Routed, VllmRouting, VllmQueueRouting
 from pointsman.sim.request import SimRequest, Turn, filler_token
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
@@ -100,7 +100,7 @@ REQUEST = SimRequest("any", 10, 1)
 
 def test_vllm_balance_reads_published_reports_and_counts_its_own_requests() -> None:
     engines = [Engine(), Engine(), Engine()]
-    rule = VllmBalance()
+    rule = VllmRouting()
     assert [rule.choose(REQUEST, engines, 0.0) for _ in range(3)] == [0, 1, 2], "equal engines get a request in turn"
     engines[0] = Engine(num_running=9, num_unfinished=1)
     rule.observe(0, engines[0], 0.01)  # published at once: nothing was before
@@ -117,7 +117,7 @@ def test_vllm_balance_reads_published_reports_and_counts_its_own_requests() -> N
 
 def test_vllm_balance_avoids_a_queue_before_a_full_cache() -> None:
     engines = [Engine(2, 2, 0.9, 4), Engine(0, 8, 0.9, 8), Engine(4, 4, 0.5, 8)]
-    rule = VllmBalance()
+    rule = VllmRouting()
     for index, engine in enumerate(engines):
         rule.observe(index, engine, 0.0)
     chosen = [rule.choose(REQUEST, engines, 0.0) for _ in range(3)]
@@ -126,7 +126,7 @@ def test_vllm_balance_avoids_a_queue_before_a_full_cache() -> None:
 
 def test_vllm_026_scores_waiting_requests_four_times() -> None:
     engines = [Engine(1, 2, 0.0, 3), Engine(0, 7, 0.0, 7), Engine(0, 7, 0.0, 7)]
-    rule = VllmQueueBalance()
+    rule = VllmQueueRouting()
     for index, engine in enumerate(engines):
         rule.observe(index, engine, 0.0)
     assert [rule.choose(REQUEST, engines, 0.0) for _ in range(4)] == [0, 1, 2, 0]
