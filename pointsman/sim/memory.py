@@ -115,6 +115,7 @@ def num_kv_blocks(
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
     has_hybrid_manager: bool = True,
+    data_parallel: int = 1,
 ) -> KvMemory:
     """The number of KV blocks on one device, with the breakdown of the device's memory.
 
@@ -131,6 +132,7 @@ def num_kv_blocks(
         max_num_batched_tokens: number of tokens in the largest step.
         max_num_seqs: number of rows in the largest step.
         has_hybrid_manager: whether layers with windows keep the KV of their window alone, see `layer_groups`.
+        data_parallel: number of ranks, of `tensor_parallel` devices each, over which routed experts are divided.
 
     Raises:
         ModelTooLarge: there is no memory for a single block.
@@ -148,7 +150,8 @@ def num_kv_blocks(
         note = f"All layers keep all positions, the {shape.num_windowed_layers} with a window, too."
     block_bytes = round(block_size * groups.num_layers * shape.kv_bytes_per_layer(kv_dtype_bytes, tensor_parallel))
     usable = int(device.memory * gpu_memory_utilization)
-    weights = shape.weight_bytes // tensor_parallel
+    routed = shape.num_expert_layers * shape.num_experts * shape.expert_bytes
+    weights = round(shape.weight_bytes - routed + routed / data_parallel) // tensor_parallel
     activations = _activation_bytes(shape, max_num_batched_tokens, max_num_seqs, tensor_parallel)
     context = CONTEXT_BYTES if device.name != "cpu" else 0
     kv = usable - weights - activations - context

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict, dataclass, field, fields, replace
+from statistics import NormalDist
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +70,20 @@ class StepTime(Protocol):
         ...
 
 
+@runtime_checkable
+class RankStepTime(StepTime, Protocol):
+    """Step times of one of several data parallel ranks, which share the experts of a model."""
+
+    def beside(self, num_tokens: int) -> StepTime:
+        """The step times while the other ranks together compute `num_tokens` tokens in the same step."""
+        ...
+
+
 # Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, because all models share it.
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
+_MAX_BESIDE = 4096
+"""Maximum number of step times beside other ranks that are kept."""
 _MAX_SCALAR_STEPS = 4
 """Maximum number of steps whose seconds are computed as floats, which is faster than arrays for few steps."""
 
@@ -279,7 +291,10 @@ class RooflineStepTime:
     - Latent attention computes on latents for one token of each row, and on full heads for all other tokens.
 
     Left out: traffic of activations, the tiles of matrix products (steps of a few tokens more cost nothing), kernels
-    that are slower for particular shapes, skewed routing of experts, pipeline and expert parallelism.
+    that are slower for particular shapes, skewed routing of experts, pipeline parallelism.
+
+    With data parallelism, a rank's experts compute the tokens of all ranks. In each layer with experts, a rank receives
+    the activations of the other ranks' tokens and sends back their results (vLLM's `allgather_reducescatter`).
 
     Raises:
         SimulationError: the devices cannot be connected, or the heads cannot be divided among them.
@@ -290,11 +305,31 @@ class RooflineStepTime:
     tensor_parallel: int = 1
     kv_dtype_bytes: float = 2
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
+    data_parallel: int = 1
+    """Number of ranks, of `tensor_parallel` devices each, over all of whose devices the routed experts are divided."""
+    has_expert_parallel: bool = False
+    """Whether each of these devices has whole experts, so that a step waits for the device with the most work. False:
+    each has an equal slice of every expert."""
+    num_tokens_beside: int = 0
+    """Number of tokens that the other ranks compute in the same step, see `beside`."""
+    _beside: dict[int, RooflineStepTime] = field(default_factory=dict, init=False, repr=False, compare=False)
     _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of the formulas for the time of a decode step, by the step's number of rows."""
 
     def __post_init__(self) -> None:
         check_parallel(self.shape, self.device, self.tensor_parallel)
+        check_experts_divided(self.shape, self.device, self.data_parallel, has_expert_parallel=self.has_expert_parallel)
+
+    def beside(self, num_tokens: int) -> RooflineStepTime:
+        """The step times of a rank while the other ranks together compute `num_tokens` tokens in the same step."""
+        if self.data_parallel == 1:
+            return self
+        found = self._beside.get(num_tokens)
+        if found is None:
+            if len(self._beside) >= _MAX_BESIDE:
+                self._beside.clear()
+            found = self._beside[num_tokens] = replace(self, num_tokens_beside=num_tokens)
+        return found
 
     def of_step(self, load: StepLoad) -> float:
         shape, window = self.shape, self.shape.sliding_window
@@ -389,7 +424,7 @@ class RooflineStepTime:
             per_token=self._linear_seconds(1, 0),
             per_context_token=(full_kv + windowed_kv * read) * self._seconds_per_byte,
             per_attended=layers * shape.attention_flops * self._seconds_per_attention_flop,
-            expert_weights=experts / self.tensor_parallel * self._seconds_per_byte,
+            expert_weights=experts / self._num_expert_devices * self._seconds_per_byte,
             expert_share=-math.log1p(-shape.experts_per_token / shape.num_experts) if experts else 0.0,
             r=self.efficiencies.r,
         )
@@ -440,8 +475,9 @@ class RooflineStepTime:
         weights = shape.common_bytes
         if shape.num_experts:
             # A token misses an expert with probability 1 - k/E; n tokens miss it with that to the power of n.
-            missed = (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
-            weights += shape.num_expert_layers * shape.num_experts * (1 - missed) * shape.expert_bytes
+            missed = (1 - shape.experts_per_token / shape.num_experts) ** (num_tokens + self.num_tokens_beside)
+            used = self._most_of_a_device(shape.num_experts, 1 - missed)
+            weights += shape.num_expert_layers * used * shape.expert_bytes * self.tensor_parallel
         if num_samples:
             weights += shape.head_bytes
         written = num_tokens * sum(shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel))
@@ -452,7 +488,10 @@ class RooflineStepTime:
         shape = self.shape
         plain = self.device.flops(self._plain_dtype)
         layers = plain if shape.quantization is None else self.device.flops(shape.quantization.computes_in)
-        seconds = num_tokens * shape.linear_flops / layers + num_samples * shape.head_flops / plain
+        seconds = num_tokens * 2 * shape.common_params / layers + num_samples * shape.head_flops / plain
+        if shape.num_experts:
+            uses = self._most_of_a_device((num_tokens + self.num_tokens_beside) * shape.experts_per_token)
+            seconds += shape.num_expert_layers * uses * 2 * shape.expert_params * self.tensor_parallel / layers
         return seconds / (self.efficiencies.linear * self.tensor_parallel)
 
     def _rest_seconds(self, num_tokens: int, num_rows: int) -> float:
@@ -463,7 +502,49 @@ class RooflineStepTime:
             sent = 2 * (1 - 1 / self.tensor_parallel) * num_tokens * self.shape.hidden_size * self.shape.dtype_bytes
             transfer = sent / (self.device.link_bandwidth * self.efficiencies.link)
             seconds += 2 * self.shape.num_layers * (self.efficiencies.all_reduce_latency + transfer)
+        if self.data_parallel > 1:
+            received = self.num_tokens_beside * self.shape.hidden_size * self.shape.dtype_bytes
+            transfer = received / (self.device.link_bandwidth * self.efficiencies.link)
+            seconds += 2 * self.shape.num_expert_layers * (self.efficiencies.all_reduce_latency + transfer)
         return seconds
+
+    @property
+    def _num_expert_devices(self) -> int:
+        """Number of devices over which the routed experts are divided."""
+        return self.data_parallel * self.tensor_parallel
+
+    def _most_of_a_device(self, number: float, share: float | None = None) -> float:
+        """Expected number of things on the device with the most of them: of `number` things, each on any device with
+        equal probability; or of `number` things, equally many on each device, those used with probability `share`.
+        Without expert parallelism every device has an equal share.
+
+        With expert parallelism: the expected maximum of equal normal distributions (Blom, 1958), one for each device.
+        """
+        devices = self._num_expert_devices
+        mean = number / devices * (1.0 if share is None else share)
+        if not self.has_expert_parallel or devices == 1:
+            return mean
+        highest = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        spread = math.sqrt(mean * (1 - (1 / devices if share is None else share)))
+        limit = number if share is None else math.ceil(number / devices)
+        return min(limit, mean + highest * spread)
+
+
+def check_experts_divided(shape: ModelShape, device: Device, data_parallel: int, *, has_expert_parallel: bool) -> None:
+    """Check that `data_parallel` ranks can share the experts of the model.
+
+    Raises:
+        SimulationError: `data_parallel` is below 1, or the model has no experts, or the device has no link to peers.
+    """
+    if data_parallel < 1:
+        raise SimulationError(f"data_parallel is {data_parallel}; it must be at least 1")
+    if (data_parallel > 1 or has_expert_parallel) and not shape.num_experts:
+        raise SimulationError(
+            f"{shape.name} has no experts to divide; its data parallel ranks are independent: leave out data_parallel "
+            "and expert parallelism"
+        )
+    if data_parallel > 1 and not device.link_bandwidth:
+        raise SimulationError(f"data_parallel is {data_parallel}, but {device.name} has no link to peers; use 1")
 
 
 def check_parallel(shape: ModelShape, device: Device, tensor_parallel: int) -> None:

@@ -11,7 +11,7 @@ from _scale_simulated import simulated_hit_rate
 
 from pointsman.core import SchedulerConfig
 from pointsman.routing import Router
-from pointsman.sim.fleet import PrefixAffinity, Routed, VllmRouting, VllmQueueRouting
+from pointsman.sim.fleet import PrefixAffinity, Routed, VllmQueueRouting, VllmRouting
 from pointsman.sim.request import SimRequest, Turn, filler_token
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
