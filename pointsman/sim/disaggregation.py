@@ -266,6 +266,8 @@ class PrefillTimings:
     """The records of prefill engines: of a request, only its first admission and preemptions. Its token and its end
     there are not the client's."""
 
+    has_tokens = False
+
     def __init__(self, timings: Timings) -> None:
         self._timings = timings
 
@@ -289,7 +291,6 @@ class Connectors:
     """Makes the connectors of the engines of one replica."""
 
     def __init__(self, transfer: KvTransfer, config: SchedulerConfig) -> None:
-        transfer.check(config)
         self.held: dict[str, _Held] = {}
         self.links = _Links(transfer, config.block_size)
         self._config = config

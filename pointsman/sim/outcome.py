@@ -39,6 +39,7 @@ class Timings:
     reason         index into `REASONS`; UNFINISHED: it has not finished
     """
 
+    has_tokens = True
     _FLOATS = ("arrival", "scheduled", "first_token", "last_token")
 
     def __init__(self, capacity: int = 1024) -> None:

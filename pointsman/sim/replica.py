@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ from pointsman.core import (
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
+    SchedulerStats,
     StepResult,
 )
 from pointsman.core.state.sealed import new_tuple
@@ -128,6 +130,9 @@ class Decodes(NamedTuple):
 
 class TokenTimes(Protocol):
     """What a replica records of its requests, each given by its number; see `Timings`."""
+
+    has_tokens: bool
+    """Whether the tokens are those of clients."""
 
     def record_engine(self, number: int, engine: int) -> None: ...
 
@@ -227,6 +232,11 @@ class Replica:
     def num_unfinished(self) -> int:
         """Number of unfinished requests on the replica."""
         return len(self._known)
+
+    def stats(self) -> SchedulerStats:
+        """Statistics of the scheduler, without generated tokens that no client gets."""
+        stats = self.scheduler.stats()
+        return stats if self._timings.has_tokens else replace(stats, num_generated_tokens=0)
 
     @property
     def num_waiting(self) -> int:

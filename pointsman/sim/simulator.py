@@ -38,7 +38,8 @@ class Outcome:
     timings: Timings
     timelines: list[Timeline]
     stats: list[SchedulerStats]
-    """Statistics of each engine's scheduler, at the end."""
+    """Statistics of each engine's scheduler, at the end; of a prefill engine without its generated tokens, which no
+    client gets."""
     seconds: float
     """Virtual time from the first arrival to the last event."""
     requests: list[SimRequest] = field(default_factory=list, repr=False)
@@ -158,7 +159,7 @@ class Simulation:
         return Outcome(
             self.timings,
             [engine.timeline for engine in self.engines],
-            [engine.scheduler.stats() for engine in self.engines],
+            [engine.stats() for engine in self.engines],
             max(ends) - (float(self.timings.arrival[0]) if self.timings.count else 0.0),
             self._requests,
             self._refused,

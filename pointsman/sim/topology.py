@@ -57,6 +57,21 @@ class Topology:
                 f"prefill_replicas is {self.prefill_replicas}, and transfer is {self.transfer}; give both or neither"
             )
 
+    def check(self, config: SchedulerConfig, host_memory: HostMemory | None) -> None:
+        """Check that engines with this configuration and host memory can transfer KV, if they are to.
+
+        Raises:
+            SimulationError: they cannot.
+        """
+        if self.transfer is None:
+            return
+        self.transfer.check(config)
+        if host_memory is not None:
+            raise SimulationError(
+                f"kv_offload_bytes is {host_memory.num_bytes}, and prefill_replicas is {self.prefill_replicas}; "
+                "engines that transfer KV are simulated without host memory: remove one of them"
+            )
+
     @property
     def is_disaggregated(self) -> bool:
         """Whether prompts are computed on other engines than outputs."""
@@ -85,7 +100,7 @@ class EndpointMaker:
         num_replicas: number of replicas that will be made; determines the engines' names.
 
     Raises:
-        SimulationError: the topology does not fit the configuration, or host memory is given and KV is transferred.
+        SimulationError: see `Topology.check`.
     """
 
     def __init__(
@@ -100,11 +115,7 @@ class EndpointMaker:
         host_memory: HostMemory | None,
         num_replicas: int,
     ) -> None:
-        if topology.is_disaggregated and host_memory is not None:
-            raise SimulationError(
-                f"kv_offload_bytes is {host_memory.num_bytes}, and prefill_replicas is {topology.prefill_replicas}; "
-                "engines that transfer KV are simulated without host memory: remove one of them"
-            )
+        topology.check(config, host_memory)
         self._topology, self._config, self._step_time, self._timings = topology, config, step_time, timings
         self._is_stepping, self._seed, self._host_memory = is_stepping, seed, host_memory
         self.names: list[str] = []

@@ -21,6 +21,7 @@ from pointsman.sim.report.summary import Targets, meets_targets
 from pointsman.sim.simulator import Outcome, Progress, simulate
 from pointsman.sim.step_time import StepTime
 from pointsman.sim.stretches import Stretch
+from pointsman.sim.topology import ONE_ENGINE, Topology
 
 FloatArray = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -98,7 +99,9 @@ class Judge:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Host memory behind the KV pool of each replica; None: no host memory."""
+    """Host memory behind the KV pool of each engine; None: no host memory."""
+    topology: Topology = ONE_ENGINE
+    """The engines of each replica."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate a job.
@@ -116,6 +119,7 @@ class Judge:
             routing=self.routing(),
             seed=self.seed,
             host_memory=self.host_memory,
+            topology=self.topology,
             progress=progress,
         )
         if not outcome.is_complete:

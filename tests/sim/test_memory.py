@@ -59,6 +59,15 @@ def test_layers_are_grouped_as_vllm_groups_them(
     assert alone == (wanted if not full else (), full + windowed)
 
 
+def test_data_parallel_ranks_divide_the_experts_alone() -> None:
+    mixture = model_shape("Qwen3-30B-A3B")
+    one, two, four = (num_kv_blocks(mixture, H100, data_parallel=ranks) for ranks in (1, 2, 4))
+    routed = mixture.routed_params * 2
+    assert one.weights - two.weights == pytest.approx(routed / 2, abs=1)
+    assert one.weights - four.weights == pytest.approx(routed * 3 / 4, abs=1)
+    assert num_kv_blocks(mixture, H100, data_parallel=2, tensor_parallel=2).weights == two.weights // 2
+
+
 def test_windowed_layers_keep_less_kv_in_groups() -> None:
     """A block has the layers of one group. Long requests need a fraction of the memory that they need without groups,
     and short ones about the same."""
