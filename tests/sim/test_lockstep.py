@@ -37,7 +37,7 @@ def test_decodes_in_one_run_and_single_steps_are_equal_in_lockstep(name: str, st
             assert sum(len(line.events) for line in fast.timelines) < sum(len(line.events) for line in slow.timelines)
 
 
-def test_lockstep_replicas_of_a_fleet_copy_kv_alike_in_one_run_and_single_steps() -> None:
+def test_lockstep_with_host_memory_is_equal_to_single_steps() -> None:
     settings, memory = config(num_blocks=33, full_sequence_must_fit=False), HostMemory(100_000, 1000.0, 1e8)
     for seed in seeds(1, 10):
         fast, slow = (
