@@ -124,8 +124,7 @@ def test_decodes_in_one_run_and_single_steps_have_equal_outcomes(name: str) -> N
         slow = simulate(workload(seed), settings, STEP_TIME, is_stepping=True)
         same(fast, slow)
         assert fast.timelines[0].num_steps == slow.timelines[0].num_steps
-        if not settings.has_kv_groups:  # a step with windows decides which blocks are given back
-            assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
+        assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)
