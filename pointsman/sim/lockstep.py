@@ -116,16 +116,18 @@ class Lockstep(Several):
 
     def _seconds_of(self, steps: Sequence[Scheduled | None]) -> float:
         """Duration in seconds of a round with the step of each rank; None: the rank has none."""
-        loads = [None if step is None else step.load for step in steps]
-        copying = [0.0 if step is None else step.copying for step in steps]
-        if not any(loads):  # no rank computes anything
-            return max(copying)
-        filled = [load or DUMMY for load in loads]
-        total = sum(load.num_tokens for load in filled)
-        return max(
-            self._beside(total - load.num_tokens).of_step(load) + seconds
-            for load, seconds in zip(filled, copying, strict=True)
-        )
+        if all(step is None or step.load is None for step in steps):
+            return max(0.0 if step is None else step.copying for step in steps)
+        loads = [DUMMY if step is None or step.load is None else step.load for step in steps]
+        total, longest = sum(load.num_tokens for load in loads), 0.0
+        for rank, step, load in zip(self._ranks, steps, loads, strict=True):
+            step_time = self._beside(total - load.num_tokens)
+            if step is None or step.load is None:
+                seconds = step_time.of_step(DUMMY) + (0.0 if step is None else step.copying)
+            else:
+                seconds = rank.seconds_of(step, step_time)
+            longest = max(longest, seconds)
+        return longest
 
     # ------------------------------------------------------------------ decodes
 
@@ -158,13 +160,11 @@ class Lockstep(Several):
         """Seconds of each round, [num_steps]."""
         total = sum(DUMMY.num_tokens if found is None else len(found.rows) for found in decodes)
         longest = np.zeros(num_steps)
-        for found in decodes:
+        for rank, found in zip(self._ranks, decodes, strict=True):
             if found is None:
                 seconds: FloatArray | float = self._beside(total - DUMMY.num_tokens).of_step(DUMMY)
             else:
-                num_rows = len(found.rows)
-                of_rank = self._beside(total - num_rows)
-                seconds = of_rank.of_decodes(num_rows, found.num_context_tokens, num_steps)
+                seconds = rank.seconds_of_decodes(found, num_steps, self._beside(total - len(found.rows)))
             np.maximum(longest, seconds, out=longest)
         return longest
 

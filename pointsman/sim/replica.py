@@ -370,7 +370,7 @@ class Replica:
         if self._transfers is not None and step.is_empty:
             self.wait_for_transfers(step)
             return None
-        return _Step(self.now, self.now + self._seconds_of(step), step.output)
+        return _Step(self.now, self.now + self.seconds_of(step, self._step_time), step.output)
 
     def wait_for_transfers(self, step: Scheduled) -> None:
         """Complete an empty step: every request waits for a transfer, so no step is scheduled before one ends."""
@@ -385,7 +385,9 @@ class Replica:
         num_steps = decodes.num_steps
         times = np.empty(num_steps + 1)
         times[0] = self.now
-        self._fill_times(times, 0, num_steps, len(decodes.rows), decodes.num_context_tokens)
+        seconds = self.seconds_of_decodes(decodes, num_steps, self._step_time)
+        seconds[0] += self.now
+        np.add.accumulate(seconds, 0, None, times[1:])
         end = times.item(num_steps)
         self._decode_seconds = max(end - times.item(num_steps - 1), MIN_SECONDS)
         return _Decodes(end, times, decodes.rows, decodes.num_left)
@@ -419,12 +421,9 @@ class Replica:
         a finished request are shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
-    def _fill_times(self, times: FloatArray, num_done: int, end: int, num_rows: int, context: int) -> None:
-        """Set the end times of the steps `done` + 1 to `end` of a run of decodes, in which `num_rows` rows decode.
-        `context`: number of positions that these rows would read in the first step of the run."""
-        seconds = self._step_time.of_decodes(num_rows, context + num_rows * num_done, end - num_done)
-        seconds[0] += times[num_done]
-        np.add.accumulate(seconds, 0, None, times[num_done + 1 : end + 1])
+    def seconds_of_decodes(self, decodes: Decodes, num_steps: int, step_time: StepTime) -> FloatArray:
+        """Seconds of each of the first `num_steps` guaranteed decodes, [num_steps], which the caller may modify."""
+        return step_time.of_decodes(len(decodes.rows), decodes.num_context_tokens, num_steps)
 
     def _schedule_ahead(self) -> _Step | None:
         """Schedule steps up to the maximum in flight, and plan the end of the oldest one as the next event."""
@@ -432,7 +431,7 @@ class Replica:
         while len(steps) < self._max_in_flight and self.scheduler.can_advance() and not self._is_stuck:
             begin = steps[-1].end if steps else self.now
             step = self.schedule(begin)
-            steps.append(_Step(begin, begin + self._seconds_of(step), step.output))
+            steps.append(_Step(begin, begin + self.seconds_of(step, self._step_time), step.output))
             self._is_stuck = self._transfers is not None and step.is_empty
         if not steps:
             return None
@@ -461,9 +460,9 @@ class Replica:
         samples = int(np.count_nonzero(output.samples))
         return Scheduled(output, StepLoad(total, num_rows, context, output.num_attended_tokens, samples), copying)
 
-    def _seconds_of(self, step: Scheduled) -> float:
+    def seconds_of(self, step: Scheduled, step_time: StepTime) -> float:
         """Duration of a scheduled step in seconds, 0 for a step without rows and copies."""
-        return step.copying if step.load is None else self._step_time.of_step(step.load) + step.copying
+        return step.copying if step.load is None else step_time.of_step(step.load) + step.copying
 
     def _finish_step(self, step: _Step) -> list[int]:
         scheduler, output, now = self.scheduler, step.output, self.now
