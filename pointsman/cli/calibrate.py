@@ -298,7 +298,7 @@ def _with_estimated_blocks(
         f"num_blocks {kv.num_blocks:,} is estimated for {estimate.shape.name} on {estimate.device.name}: give the "
         "number that the engine's log reports, if there is one"
     )
-    return replace(settings, num_blocks=kv.num_blocks), note
+    return replace(settings, num_blocks=kv.num_blocks, kv_groups=kv.groups.kv_groups), note
 
 
 @contextmanager

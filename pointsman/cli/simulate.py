@@ -16,15 +16,23 @@ from rich.text import Text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
 from pointsman.cli.features import features_text
 from pointsman.cli.progress_bar import ProgressBar
-from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
+from pointsman.cli.simulation import (
+    Arriving,
+    Service,
+    check_routing,
+    seconds,
+    service_of_options,
+    workload_of_options,
+)
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.side_file import SideFile
 from pointsman.sim.report import Report, combine, figures
+from pointsman.sim.report.engines import engines_as_json
 from pointsman.sim.report.overload import overload_text
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
 from pointsman.sim.report.summary import NUM_BOOTSTRAP
-from pointsman.sim.report.table import print_report
+from pointsman.sim.report.table import print_engines, print_report
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.workload import OpenLoop
 
@@ -62,16 +70,17 @@ def run_simulation(
     speed = options.get("rate", 1.0)
     if replicas < 1:
         raise CommandError(f"--replicas is {replicas}; it must be at least 1")
-    if replicas == 1 and "routing" in options:
-        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    check_routing(options, replicas)
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
     check_seeds(seeds, options)
-    if film is not None and replicas > 1:
-        raise CommandError(f"--film records one scheduler, but --replicas is {replicas}; give --replicas 1")
     for path in (html, perfetto, film):
         check_writable(path)
     service = service_of_options(options, preset)
+    if film is not None and (several := replicas * service.topology.num_engines) > 1:
+        raise CommandError(
+            f"--film records one scheduler, but {several} engines are simulated; give --replicas 1 alone"
+        )
     first = options.get("seed", 0)
     arriving = [workload_of_options({**options, "seed": first + place}) for place in range(seeds)]
     title = arriving[0].title if seeds == 1 else f"{arriving[0].title}, seeds {first} to {first + seeds - 1}"
@@ -97,6 +106,7 @@ def run_simulation(
                 host_memory=service.host_memory,
                 features=service.features,
                 request_overhead=0.0 if service.profile is None else service.profile.request_overhead,
+                topology=service.topology,
                 progress=bar.update_after(sum(each.report.counts.arrived for each in found)),
                 films=films if place == 0 else (),
             )
@@ -136,11 +146,14 @@ def run_simulation(
             **setting_as_json(service, replace(arriving[0], title=title)),
             "speed": speed,
             **report.to_dict(),
+            **engines_as_json(drawn),
             "refused": [{"request_id": name, "why": why} for name, why in refused],
         }
         print(json.dumps(values, allow_nan=False))
     else:
         print_report(report, stdout_console())
+        if len(drawn.stats) > 1:
+            print_engines(drawn, stdout_console(), "" if seeds == 1 else f", seed {first}")
         if report.overload is not None:
             print()
             stdout_console().print(Text(overload_text(report.overload), style="bold yellow"))

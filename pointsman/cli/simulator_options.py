@@ -107,15 +107,57 @@ SERVED_BY: dict[str, Any] = {
         typer.Option(metavar="FILE", help="Calibrated step times, as pointsman calibrate writes them."),
     ],
     "tensor_parallel": Annotated[int | None, typer.Option(help="Devices that share the model [default: 1].")],
+    "data_parallel_size": Annotated[
+        int | None,
+        typer.Option(
+            help="Engines of each replica, each on --tensor-parallel devices; those of a mixture of experts share the "
+            "experts and step together [default: 1]."
+        ),
+    ],
+    "enable_expert_parallel": Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-expert-parallel/--no-enable-expert-parallel",
+            help="Whether each device has whole experts, instead of a slice of each [default: no].",
+        ),
+    ],
+    "prefill_replicas": Annotated[
+        int | None,
+        typer.Option(help="Engines that only compute prompts; needs --decode-replicas [default: none]."),
+    ],
+    "decode_replicas": Annotated[
+        int | None,
+        typer.Option(help="Engines that only decode, with the KV from --prefill-replicas [default: none]."),
+    ],
+    "kv_transfer_bandwidth": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes a second between a prefill and a decode engine, like 25GB [default: 80 % of the bandwidth "
+            "between the engine's devices and their host].",
+        ),
+    ],
+    "kv_transfer_latency": Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time of a transfer without any bytes, like 2ms [default: 0]."),
+    ],
     "gpu_memory_utilization": Annotated[
         float | None, typer.Option(help="Share of the device's memory for the engine [default: 0.9].")
+    ],
+    "disable_hybrid_kv_cache_manager": Annotated[
+        bool | None,
+        typer.Option(
+            "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+            help="Whether layers with a sliding window keep the KV of the whole context [default: no, as vLLM].",
+        ),
     ],
     "kv_offload_bytes": KNOBS["kv_offload_bytes"],
     "routing": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Rule that chooses the replica: round-robin, least-loaded or prefix-affinity [default: round-robin].",
+            help="Rule that chooses the replica: round-robin, least-loaded, prefix-affinity, vllm or vllm-0.26 "
+            "[default: round-robin].",
         ),
     ],
 }
@@ -307,8 +349,23 @@ FilmFile = Annotated[
 ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, scenarios, routing rules and presets.")]
 
 _SERVICE_PANELS: Panels = {
-    "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
-    "KV pool and prefix cache": (*knobs_of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
+    "Model, device and fleet": (
+        "profile",
+        "tensor_parallel",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "prefill_replicas",
+        "decode_replicas",
+        "kv_transfer_bandwidth",
+        "kv_transfer_latency",
+        "gpu_memory_utilization",
+        "routing",
+    ),
+    "KV pool and prefix cache": (
+        "disable_hybrid_kv_cache_manager",
+        *knobs_of_panel("KV pool and prefix cache"),
+        "kv_offload_bytes",
+    ),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
     "Speculation and adapters": ("num_draft_tokens", "draft_table", *SPECULATION_AND_ADAPTERS, "max_loras"),

@@ -105,7 +105,7 @@ def _outcome(
     ended = observed.ended - start
     timings = Timings(len(requests))
     for request in requests:
-        number = timings.add_request(request.queued - start, request.num_prompt_tokens, 0)
+        number = timings.add_request(request.queued - start, request.num_prompt_tokens)
         if request.scheduled is not None:
             timings.record_admission(number, request.scheduled - start, request.num_cached_tokens)
         timings.num_output_tokens[number] = request.num_output_tokens
@@ -120,10 +120,12 @@ def _outcome(
     timings.close()
     steps = observed.steps
     usable = config.num_usable_blocks
+    began = ended - observed.seconds
+    began[1:] = np.maximum(began[1:], ended[:-1])  # with steps in flight, a step is scheduled while another runs
     columns = [steps[name].tolist() for name in ("num_rows", "num_tokens", "num_waiting", "num_free_blocks")]
     timeline = Timeline()
-    for end, rows, tokens, waiting, free in zip(ended.tolist(), *columns, strict=True):
-        timeline.events.append(Event(end, 1, rows, tokens, waiting, max(0.0, 1 - free / usable)))
+    for begin, end, rows, tokens, waiting, free in zip(began.tolist(), ended.tolist(), *columns, strict=True):
+        timeline.events.append(Event(begin, end, 1, rows, tokens, waiting, max(0.0, 1 - free / usable)))
     looked_up = sum(request.num_prompt_tokens for request in requests) if config.enable_prefix_caching else 0
     stats = replace(
         stats,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from statistics import NormalDist
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -98,9 +99,20 @@ class StepTime(Protocol):
         ...
 
 
+@runtime_checkable
+class RankStepTime(StepTime, Protocol):
+    """Step times of one of several data parallel ranks, which share the experts of a model."""
+
+    def beside(self, num_tokens: int) -> StepTime:
+        """The step times while the other ranks together compute `num_tokens` tokens in the same step."""
+        ...
+
+
 # Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, because all models share it.
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
+_MAX_BESIDE = 4096
+"""Maximum number of step times beside other ranks that are kept."""
 _MAX_SCALAR_STEPS = 4
 """Maximum number of steps whose seconds are computed as floats, which is faster than arrays for few steps."""
 
@@ -335,8 +347,11 @@ class _Terms(NamedTuple):
     """Of reading the weights that every step reads."""
     head: float
     """Of reading the output head."""
-    experts: float
-    """Of reading all routed experts."""
+    expert: float
+    """Of reading one routed expert of each layer."""
+    expert_use: float
+    """Of a token's products with one routed expert of each layer, if experts are divided among ranks or devices;
+    otherwise 0, and `token` has the products."""
     missed: float
     """Probability that a token misses an expert; 1 without experts."""
     written: float
@@ -423,7 +438,10 @@ class RooflineStepTime:
     - Latent attention computes on latents for one token of each row, and on full heads for all other tokens.
 
     Left out: the tiles of matrix products (steps of a few tokens more cost nothing), kernels that are slower for
-    particular shapes, skewed routing of experts, pipeline and expert parallelism.
+    particular shapes, skewed routing of experts, pipeline parallelism.
+
+    With data parallelism, a rank's experts compute the tokens of all ranks. In each layer with experts, a rank receives
+    the activations of the other ranks' tokens and sends back their results (vLLM's `allgather_reducescatter`).
 
     Raises:
         SimulationError: the devices cannot be connected, or the heads cannot be divided among them.
@@ -437,6 +455,14 @@ class RooflineStepTime:
     """Default: those of the device's kind, `efficiencies_of`."""
     is_bound: bool = False
     """Whether all approximations err towards shorter steps; `bound` sets it."""
+    data_parallel: int = 1
+    """Number of ranks, of `tensor_parallel` devices each, over all of whose devices the routed experts are divided."""
+    has_expert_parallel: bool = False
+    """Whether each of these devices has whole experts, so that a step waits for the device with the most work. False:
+    each has an equal slice of every expert."""
+    num_tokens_beside: int = 0
+    """Number of tokens that the other ranks compute in the same step, see `beside`."""
+    _beside: dict[int, RooflineStepTime] = field(default_factory=dict, init=False, repr=False, compare=False)
     _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of the formulas for the time of a decode step, by the step's number of rows."""
 
@@ -444,6 +470,7 @@ class RooflineStepTime:
 
     def __post_init__(self) -> None:
         check_parallel(self.shape, self.device, self.tensor_parallel)
+        check_experts_divided(self.shape, self.device, self.data_parallel, has_expert_parallel=self.has_expert_parallel)
         if self.efficiencies is TYPICAL:
             object.__setattr__(self, "efficiencies", efficiencies_of(self.device))
         for name in ("linear", "attention"):
@@ -453,6 +480,17 @@ class RooflineStepTime:
                     "the FLOP/s of its datasheet"
                 )
         object.__setattr__(self, "_terms", self._make_terms())
+
+    def beside(self, num_tokens: int) -> RooflineStepTime:
+        """The step times of a rank while the other ranks together compute `num_tokens` tokens in the same step."""
+        if self.data_parallel == 1:
+            return self
+        found = self._beside.get(num_tokens)
+        if found is None:
+            if len(self._beside) >= _MAX_BESIDE:
+                self._beside.clear()
+            found = self._beside[num_tokens] = replace(self, num_tokens_beside=num_tokens)
+        return found
 
     def of_step(self, load: StepLoad) -> float:
         terms, window = self._terms, self.shape.sliding_window
@@ -465,6 +503,8 @@ class RooflineStepTime:
             + terms.full_attended * attended
             + (terms.full_decode - terms.full_attended) * context
         )
+        if terms.expert_use:
+            compute += self._expert_flop_seconds(num_tokens)
         memory = self._weight_seconds(num_tokens, num_samples) + terms.full_position * context
         if window:
             in_windows = self._num_windows(num_rows) * (window - 1) + num_tokens
@@ -558,7 +598,7 @@ class RooflineStepTime:
         Args:
             load: load of a typical step; determines the share of the context within windows.
         """
-        window = self.shape.sliding_window
+        shape, window = self.shape, self.shape.sliding_window
         context, attended = max(load.num_context_tokens, 1), max(load.num_attended, 1)
         read = min(1.0, (load.num_rows * (window - 1) + load.num_tokens) / context) if window else 0.0
         seen = min(1.0, load.num_tokens * window / attended) if window else 0.0
@@ -566,11 +606,11 @@ class RooflineStepTime:
         return LinearStepTime(
             per_step=terms.weights + terms.head + terms.rest + terms.rest_token * load.num_tokens,
             per_row=self.efficiencies.per_row + terms.sample,
-            per_token=terms.token,
+            per_token=terms.token + self._expert_flop_seconds(load.num_tokens) / max(load.num_tokens, 1),
             per_context_token=terms.full_position + terms.windowed_position * read,
             per_attended=terms.full_attended + terms.windowed_attended * seen,
             per_prefill=self.efficiencies.per_prefill,
-            expert_weights=terms.experts,
+            expert_weights=terms.expert * shape.num_experts / self._num_expert_devices,
             expert_share=-math.log(terms.missed),
             r=self.efficiencies.r,
             fill_tokens=terms.fill_tokens,
@@ -637,7 +677,7 @@ class RooflineStepTime:
             memory=self._weight_seconds(num_rows, num_rows),
             memory_per_position=terms.full_position,
             memory_per_windowed=terms.windowed_position,
-            compute=(terms.token + terms.sample) * num_rows,
+            compute=(terms.token + terms.sample) * num_rows + self._expert_flop_seconds(num_rows),
             compute_per_position=terms.full_decode,
             compute_per_windowed=terms.windowed_decode,
             cap=float(num_rows + self._num_windows(num_rows) * (window - 1)) if window else 0.0,
@@ -648,10 +688,20 @@ class RooflineStepTime:
         """Seconds for weights read and KV written."""
         terms = self._terms
         seconds = terms.weights + terms.written * num_tokens
-        if terms.experts:
+        if terms.expert:
             # A token misses an expert with probability 1 - k/E; n tokens miss it with that to the power of n.
-            seconds += terms.experts * (1 - terms.missed ** (1 if self.is_bound else num_tokens))
+            missed = terms.missed ** (1 if self.is_bound else num_tokens + self.num_tokens_beside)
+            seconds += terms.expert * self._most_of_a_device(self.shape.num_experts, 1 - missed)
         return seconds + terms.head if num_samples else seconds
+
+    def _expert_flop_seconds(self, num_tokens: int) -> float:
+        """Seconds of products with routed experts, if they are divided among ranks or devices; otherwise 0, and `token`
+        has them."""
+        per_use = self._terms.expert_use
+        if not per_use:
+            return 0.0
+        uses = (num_tokens + self.num_tokens_beside) * self.shape.experts_per_token
+        return per_use * self._most_of_a_device(uses)
 
     def _make_terms(self) -> _Terms:
         shape, shares, parallel = self.shape, self.efficiencies, self.tensor_parallel
@@ -671,15 +721,21 @@ class RooflineStepTime:
             sent = 2 * (1 - 1 / parallel) * shape.hidden_size * shape.dtype_bytes
             rest += 2 * shape.num_layers * shares.all_reduce_latency
             rest_token = 2 * shape.num_layers * sent / (self.device.link_bandwidth * shares.link)
+        if self.data_parallel > 1 and not self.is_bound:
+            received = self.num_tokens_beside * shape.hidden_size * shape.dtype_bytes
+            transfer = received / (self.device.link_bandwidth * shares.link)
+            rest += 2 * shape.num_expert_layers * (shares.all_reduce_latency + transfer)
+        routed = shape.num_expert_layers * 2 * shape.expert_params / linear  # of one use, on all devices of a rank
         return _Terms(
             weights=shape.common_bytes / parallel * byte,
             head=shape.head_bytes / parallel * byte,
-            experts=shape.num_expert_layers * shape.num_experts * shape.expert_bytes / parallel * byte,
+            expert=0.0 if self.is_bound and self._is_spread else shape.num_expert_layers * shape.expert_bytes * byte,
+            expert_use=routed * parallel if self._is_spread else 0.0,
             missed=1 - shape.experts_per_token / shape.num_experts if shape.num_experts else 1.0,
             written=(full_kv + windowed_kv) * byte,
             full_position=full_kv * byte,
             windowed_position=windowed_kv * byte,
-            token=shape.linear_flops / linear + activations,
+            token=(2 * shape.common_params if self._is_spread else shape.linear_flops) / linear + activations,
             sample=shape.head_flops / (self._flops(plain) * shares.linear * parallel),
             full_attended=full * shape.attention_flops,
             windowed_attended=windowed * shape.attention_flops,
@@ -695,10 +751,53 @@ class RooflineStepTime:
         """FLOP/s of one device that efficiencies refer to."""
         return self.device.flops(dtype) * (self.device.headroom if self.is_bound else 1)
 
+    @property
+    def _is_spread(self) -> bool:
+        """Whether the experts are divided among ranks, or as whole experts among devices."""
+        return self.data_parallel > 1 or self.has_expert_parallel
+
+    @property
+    def _num_expert_devices(self) -> int:
+        """Number of devices over which the routed experts are divided."""
+        return self.data_parallel * self.tensor_parallel
+
+    def _most_of_a_device(self, number: float, share: float | None = None) -> float:
+        """Expected number of things on the device with the most of them: of `number` things, each on any device with
+        equal probability; or of `number` things, equally many on each device, those used with probability `share`.
+        Without expert parallelism every device has an equal share.
+
+        With expert parallelism: the expected maximum of equal normal distributions (Blom, 1958), one for each device.
+        """
+        devices = self._num_expert_devices
+        mean = number / devices * (1.0 if share is None else share)
+        if not self.has_expert_parallel or devices == 1 or self.is_bound:
+            return mean
+        highest = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+        spread = math.sqrt(mean * (1 - (1 / devices if share is None else share)))
+        limit = number if share is None else math.ceil(number / devices)
+        return min(limit, mean + highest * spread)
+
 
 def _percent_range(values: Sequence[float]) -> str:
     """The lowest and the highest value, in percent."""
     return f"{min(values):+.0%} to {max(values):+.0%}"
+
+
+def check_experts_divided(shape: ModelShape, device: Device, data_parallel: int, *, has_expert_parallel: bool) -> None:
+    """Check that `data_parallel` ranks can share the experts of the model.
+
+    Raises:
+        SimulationError: `data_parallel` is below 1, or the model has no experts, or the device has no link to peers.
+    """
+    if data_parallel < 1:
+        raise SimulationError(f"data_parallel is {data_parallel}; it must be at least 1")
+    if (data_parallel > 1 or has_expert_parallel) and not shape.num_experts:
+        raise SimulationError(
+            f"{shape.name} has no experts to divide; its data parallel ranks are independent: leave out data_parallel "
+            "and expert parallelism"
+        )
+    if data_parallel > 1 and not device.link_bandwidth:
+        raise SimulationError(f"data_parallel is {data_parallel}, but {device.name} has no link to peers; use 1")
 
 
 def check_parallel(shape: ModelShape, device: Device, tensor_parallel: int) -> None:

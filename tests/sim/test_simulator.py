@@ -93,6 +93,7 @@ def _pooled(outcome: Outcome) -> list[float]:
     return sorted(values.repeat(counts).tolist())
 
 
+WINDOWS = [("window", 20), ("window", 20), ("full", 0)]
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "no caching": {"enable_prefix_caching": False},
@@ -107,6 +108,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "least cost": {"num_blocks": 33, "enable_prefix_caching": False, "victim": "least-cost"},
     "few sequence slots": {"max_num_seqs": 3},
     "static": {"batching": "static"},
+    "windows": {"num_blocks": 90, "kv_groups": WINDOWS},
+    "windows, few blocks": {"num_blocks": 75, "kv_groups": WINDOWS, "full_sequence_must_fit": False},
+    "windows alone": {"num_blocks": 24, "kv_groups": WINDOWS[:1], "order": "shortest-prefill"},
+    "chunks": {"num_blocks": 70, "kv_groups": [("full", 0), ("chunk", 48)], "victim": "least-cost"},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
 }
 

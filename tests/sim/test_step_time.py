@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from pointsman.sim.devices import device
-from pointsman.sim.errors import ModelTooLarge, SimulationError
-from pointsman.sim.memory import num_kv_blocks
+from pointsman.sim.errors import SimulationError
 from pointsman.sim.model import ModelShape
 from pointsman.sim.shapes import SHAPES
 from pointsman.sim.step_time import (
@@ -376,39 +375,3 @@ def test_near_returns_a_linear_step_time_close_to_the_roofline(shape: ModelShape
         StepLoad.of_rows([(500, 1)] * 100 + [(0, 500)]),
     ):
         assert model.to_linear(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
-
-
-# ---------------------------------------------------------------------- KV blocks
-
-
-def test_kv_blocks_of_llama_8b_match_the_known_number() -> None:
-    memory = num_kv_blocks(LLAMA, H100)
-    assert memory.num_tokens == pytest.approx(447_000, rel=0.03)
-    assert memory.weights + memory.activations + memory.context + memory.kv == memory.usable
-    assert memory.block_bytes == 16 * 131072
-    assert f"{memory.num_blocks:,} KV blocks" in str(memory)
-    assert num_kv_blocks(LLAMA, device("rtx4090")).num_tokens < 50_000
-    assert num_kv_blocks(LLAMA, H100, kv_dtype_bytes=1).num_blocks == pytest.approx(2 * memory.num_blocks, abs=1)
-    assert num_kv_blocks(LLAMA, H100, gpu_memory_utilization=0.5).num_blocks < memory.num_blocks
-
-
-def test_error_for_a_too_large_model_names_sizes_and_remedies() -> None:
-    with pytest.raises(ModelTooLarge, match=r"Llama-3.1-70B needs 13\d\.\d\d GiB .*more tensor parallelism"):
-        num_kv_blocks(LLAMA_70B, H100)
-    assert num_kv_blocks(LLAMA_70B, H100, tensor_parallel=4).num_blocks > 10_000
-
-
-def test_windowed_layers_keep_less_kv_in_separate_pools() -> None:
-    all_kept = num_kv_blocks(GEMMA, H100)
-    assert "with a window" in all_kept.note
-    short, long = (num_kv_blocks(GEMMA, H100, sequence_tokens=tokens) for tokens in (1000, 8192))
-    assert short.num_blocks == all_kept.num_blocks
-    assert long.num_blocks > 2.5 * all_kept.num_blocks
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"gpu_memory_utilization": 1.5}, {"block_size": 0}, {"sequence_tokens": 0}, {"tensor_parallel": 0}]
-)
-def test_error_names_a_kv_memory_argument_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SimulationError, match=next(iter(wrong))):
-        num_kv_blocks(LLAMA, H100, **wrong)
