@@ -94,7 +94,7 @@ def _run_alone(length: int, features: Features, **overrides: Any) -> tuple[Count
     timings, counts = Timings(), Counts()
     settings = config(num_draft_tokens=3, max_model_len=4096, num_blocks=600, **overrides)
     replica = Replica(settings, LinearStepTime(per_step=1.0), timings, features=features, listeners=[counts])
-    replica.add(timings.add_request(0.0, 4, 0), SimRequest("a", 4, length), 0.0)
+    replica.add(timings.add_request(0.0, 4), SimRequest("a", 4, length), 0.0)
     while replica.plan_event() is not None:
         replica.commit_event()
     timings.close()
@@ -155,7 +155,7 @@ def test_draws_depend_on_the_request_and_its_tokens_alone() -> None:
 
     replica.scheduler.add_listener(ByRequest())
     for index in range(8):
-        replica.add(timings.add_request(0.0, 4, 0), SimRequest(f"r{index}", 4, 400, index=index), 0.0)
+        replica.add(timings.add_request(0.0, 4), SimRequest(f"r{index}", 4, 400, index=index), 0.0)
     while replica.plan_event() is not None:
         replica.commit_event()
     assert counts["r0"] == alone.tokens
@@ -168,7 +168,7 @@ def test_a_step_with_drafts_has_their_tokens_and_choices_in_its_load() -> None:
     timings = Timings()
     sure = Features(speculation=Speculation(acceptance=(1.0, 1.0, 1.0)))
     replica = Replica(config(num_draft_tokens=3), per_choice, timings, features=sure)
-    replica.add(timings.add_request(0.0, 4, 0), SimRequest("a", 4, 9), 0.0)
+    replica.add(timings.add_request(0.0, 4), SimRequest("a", 4, 9), 0.0)
     ends = []
     while (end := replica.plan_event()) is not None:
         ends.append(end)
