@@ -107,6 +107,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "least cost": {"num_blocks": 33, "enable_prefix_caching": False, "victim": "least-cost"},
     "few sequence slots": {"max_num_seqs": 3},
     "static": {"batching": "static"},
+    "prefill interval": {"prefill_interval": 5, "num_blocks": 40},
+    "prefill interval, priority": {"prefill_interval": 3, "order": "priority", "max_num_seqs": 6},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
 }
 
