@@ -40,6 +40,8 @@ class PrefillInterval(Limit):
         batch: the running requests.
     """
 
+    is_shared = True  # between two steps `holds` may be out of date, and `can_advance` must not rely on it
+
     def __init__(self, interval: int | None, batch: Batch) -> None:
         self._interval = interval
         self._batch = batch
