@@ -55,6 +55,7 @@ _OF_THE_SERVER = (
     "kv_groups",
     "num_draft_tokens",
     "max_loras",
+    "prefill_interval",
 )
 """Settings of the recording that a compared configuration keeps unless it sets them. A compared configuration does not
 keep vLLM's decisions."""

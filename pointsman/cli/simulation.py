@@ -587,6 +587,7 @@ def _knobs_of_profile(settings: EngineSettings, longest: int) -> dict[str, Any]:
         "max_steps_in_flight": 2 if settings.async_scheduling else 1,
         "num_draft_tokens": settings.num_draft_tokens,
         "max_loras": settings.max_loras,
+        "prefill_interval": settings.prefill_interval,
     }
     if settings.num_blocks is not None:
         knobs |= {"num_blocks": settings.num_blocks, "kv_groups": settings.kv_groups}

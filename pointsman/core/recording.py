@@ -293,6 +293,7 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ready": lambda request_id: {"id": request_id},
     "set_priority": lambda request_id, priority: {"id": request_id, "priority": priority},
     "set_max_num_active_seqs": lambda limit: {"limit": limit},
+    "hold_prefills": lambda is_held: {"is_held": is_held},
     "pause": lambda mode: {"mode": mode.value},
     "resume": dict,
     "reset_encoder_cache": dict,

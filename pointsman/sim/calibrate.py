@@ -351,6 +351,7 @@ def _recorded_settings(config: dict[str, Any], path: str | PathLike[str]) -> Eng
             kv_groups=tuple(KVGroup(*group) for group in config.get("kv_groups", ())),
             num_draft_tokens=config.get("num_draft_tokens", 0),
             max_loras=config.get("max_loras", 0),
+            prefill_interval=config.get("prefill_interval", 1),
         )
     except (KeyError, TypeError) as error:
         raise CalibrationError(f"{path}, line 1: the recording's config has no {error}; make a new recording") from None

@@ -66,6 +66,8 @@ class EngineSettings:
     """Maximum number of drafts of a request in a step; 0: no speculation."""
     max_loras: int = 0
     """Maximum number of different adapters in a step; 0: no adapters."""
+    prefill_interval: int = 1
+    """Steps from a step that computes prompts to the next one, while requests decode."""
 
     def config(self, longest: int, num_requests: int) -> SchedulerConfig:
         """The configuration of vLLM's scheduler with these settings.
@@ -92,6 +94,7 @@ class EngineSettings:
             kv_groups=self.kv_groups,
             num_draft_tokens=self.num_draft_tokens,
             max_loras=self.max_loras,
+            prefill_interval=self.prefill_interval,
             enable_prefix_caching=False,
         )
 

@@ -61,8 +61,8 @@ class TruthSide(Side):
         self.prompts[request["id"]] = request["prompt"]
         self.adapters[request["id"]] = request["lora"]
 
-    def schedule(self) -> dict[str, Any]:
-        found = super().schedule()
+    def schedule(self, throttle_prefills: bool = False) -> dict[str, Any]:
+        found = super().schedule(throttle_prefills)
         output, result = self.in_flight[-1]
         cached = output.scheduled_cached_reqs
         found["blocks"] = [[new.req_id, new.block_ids] for new in output.scheduled_new_reqs]

@@ -80,6 +80,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "few seats": {**PLAIN, "max_num_seqs": 2, "max_num_active_seqs": None, "block_size": 1, "num_blocks": 60},
     "priority": {**PLAIN, "order": "priority", "displace": True, "batching": "mixed", "max_num_seqs": 2},
     "static": {**PLAIN, "batching": "static"},
+    "prefill interval": {**PLAIN, "batching": "mixed", "prefill_interval": 4, "block_size": 2, "num_blocks": 40},
     "prefill-first": {**PLAIN, "batching": "prefill-first", "shortage": "look-ahead", "block_size": 1},
     "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
     "target step time": {**PLAIN, **IN_TIME, **FCFS, "block_size": 2, "num_blocks": 30, "reserves": ()},

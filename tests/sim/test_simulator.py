@@ -112,6 +112,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "windows, few blocks": {"num_blocks": 75, "kv_groups": WINDOWS, "full_sequence_must_fit": False},
     "windows alone": {"num_blocks": 24, "kv_groups": WINDOWS[:1], "order": "shortest-prefill"},
     "chunks": {"num_blocks": 70, "kv_groups": [("full", 0), ("chunk", 48)], "victim": "least-cost"},
+    "prefill interval": {"prefill_interval": 5, "num_blocks": 40},
+    "prefill interval, priority": {"prefill_interval": 3, "order": "priority", "max_num_seqs": 6},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
 }
 

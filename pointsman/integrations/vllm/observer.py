@@ -204,6 +204,8 @@ def _config(
             read_settings(_VLLM_DECISIONS, vllm.__version__).knobs,
             vllm.__version__,
         )
+        if config.prefill_interval == "host":  # a simulated engine has no other engines to be aligned with
+            config = config.replace(prefill_interval=vllm_config.scheduler_config.prefill_schedule_interval)
         return config.replace(kv_groups=simulated_groups(kv_cache_config, block_size) or ()).to_dict()
     except ConfigError as error:
         lacks.append(f"these settings ({error})")

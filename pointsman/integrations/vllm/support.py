@@ -257,11 +257,6 @@ def _engine_problems(vllm_config: VllmConfig) -> list[Refusal]:
                 )
             )
     scheduler = vllm_config.scheduler_config
-    interval = getattr(scheduler, "prefill_schedule_interval", 1)
-    if interval > 1:
-        problems.append(
-            Refusal("prefill-interval", f"prefill_schedule_interval is {interval}, and is not supported: leave it at 1")
-        )
     if scheduler.async_scheduling and parallel.pipeline_parallel_size > 1:
         problems.append(
             Refusal(
