@@ -229,6 +229,7 @@ def test_the_configuration_file_may_set_every_option_except_secrets(tmp_path: Pa
         "enable_prefix_caching": "on",
         "enable_chunked_prefill": "true",
         "long_prefill_token_threshold": "32",
+        "prefill_interval": "3",
         "long_prefill_token_threshold_adaptive": "yes",
         "max_num_partial_prefills": "3",
         "max_long_partial_prefills": "1",
