@@ -25,11 +25,13 @@ import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.report.summary import Targets, figures
 from pointsman.sim.simulator import Progress, simulate
 from pointsman.sim.step_time import StepTime
+from pointsman.sim.topology import ONE_ENGINE, Topology
 from pointsman.sim.workload import Workload
 
 SPARSE_GAP = 1000.0
@@ -89,7 +91,11 @@ class Question:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Host memory behind the KV pool of each replica; None: no host memory."""
+    """Host memory behind the KV pool of each engine; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of each engine, and the cost of its adapters."""
+    topology: Topology = ONE_ENGINE
+    """The engines of each replica."""
     on_probe: Callable[[Probe], None] | None = None
     """Function that is called with each finished probe."""
     progress: Progress | None = None
@@ -116,6 +122,8 @@ class Question:
             routing=self.routing(),
             seed=self.seed,
             host_memory=self.host_memory,
+            features=self.features,
+            topology=self.topology,
             progress=self.progress,
         )
         if not outcome.is_complete:

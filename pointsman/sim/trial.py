@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.profile import Hull, WatchedStepTime
@@ -21,6 +22,7 @@ from pointsman.sim.report.summary import Targets, meets_targets
 from pointsman.sim.simulator import Outcome, Progress, simulate
 from pointsman.sim.step_time import StepTime
 from pointsman.sim.stretches import Stretch
+from pointsman.sim.topology import ONE_ENGINE, Topology
 
 FloatArray = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -98,7 +100,11 @@ class Judge:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Host memory behind the KV pool of each replica; None: no host memory."""
+    """Host memory behind the KV pool of each engine; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of each engine, and the cost of its adapters."""
+    topology: Topology = ONE_ENGINE
+    """The engines of each replica."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate a job.
@@ -116,6 +122,8 @@ class Judge:
             routing=self.routing(),
             seed=self.seed,
             host_memory=self.host_memory,
+            features=self.features,
+            topology=self.topology,
             progress=progress,
         )
         if not outcome.is_complete:
