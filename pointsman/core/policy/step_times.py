@@ -30,9 +30,6 @@ errors of predictions for steps that are filled up to the limit. They also predi
 reading weights and computing overlap. Once `MIN_FITTED` steps near the limit are known, other steps hardly count.
 Before that, each step near the limit, and the step with the most prompt tokens, has the weight of `MIN_FITTED` other
 steps, and is never an outlier."""
-FAR = 1.5
-"""Minimum predicted time of a step that is "far beyond the limit", as a multiple of `StepTimes.limit`. Such a step was not
-filled up to the limit: it had the whole budget. Nothing is learned from it about the errors of filled steps."""
 MIN_MARGIN = -0.1
 """Minimum margin that is applied to the target; it is negative, as steps may be shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
@@ -146,9 +143,8 @@ class StepTimes:
         number = self.num_mixed
         if seconds > max(self._target, self._min_target):  # over the target: fit before the next step
             self._num_new = REFIT_AT_LATEST
-        limit = self.limit
-        near, far = NEAR * limit, FAR * limit
-        if near < predicted < far:
+        near = NEAR * self.limit
+        if predicted > near:
             error = seconds / predicted - 1
             self._errors.append(error)
             self._judged.append(number)
@@ -156,7 +152,7 @@ class StepTimes:
                 self._is_off |= abs(error) > OFF_DEVIATIONS * self._deviation
                 if abs(error) > SHIFT and len(self._errors) >= SHIFT_STEPS:
                     self._follow_shift()
-        if predicted < far and (predicted > near or seconds > near):
+        if predicted > near or seconds > near:
             index += NUM_CLASSES
             self._near.append(number)
             self._num_new += 1

@@ -109,7 +109,8 @@ class TargetItl(Limit):
         self._reset()
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
-        self.times.observe(load, seconds)
+        if not (self._is_open and load.num_prefill_tokens):  # such a step may take many times the target
+            self.times.observe(load, seconds)
 
     def on_preempted(self, event: Preempted) -> None:
         self._has_preempted |= event.cause is PreemptionCause.DISPLACED
