@@ -24,10 +24,9 @@ SECOND_HALF = 9_683
 """Index of the first request of the second half."""
 TTFT_TARGET = 5.0
 """TTFT target of each request, in seconds, for policies that read it."""
-SPEEDS: dict[Load, float] = {"below": 0.44, "at": 0.52, "above": 0.56}
-"""0.52 is the speed that is published with the scenario. The queue grows above 0.54, with the prefix cache above 0.57.
-"""
-LATE_SPEEDS: dict[Load, float] = {"below": 0.38, "at": 0.43, "above": 0.5}
+SPEEDS: dict[Load, float] = {"below": 0.52, "at": 0.6, "above": 0.65}
+"""0.52 is the speed that is published with the scenario. The queue grows above 0.6."""
+LATE_SPEEDS: dict[Load, float] = {"below": 0.51, "at": 0.59, "above": 0.64}  # the queue grows above 0.6
 CONFIG = SchedulerConfig(
     num_blocks=2_588,
     max_model_len=16_384,
@@ -70,7 +69,7 @@ AZURE_CACHED = Scenario(
     arrivals=AZURE.arrivals,
     config=CONFIG.replace(enable_prefix_caching=True),
     step_time=STEP_TIME,
-    speeds={**SPEEDS, "above": 0.6},
+    speeds={**SPEEDS, "above": 0.68},
 )
 AZURE_LATE = Scenario(
     name="azure-late",

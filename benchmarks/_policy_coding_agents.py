@@ -109,11 +109,11 @@ CODING_AGENTS = _scenario(
     "coding-agents",
     "35 sessions of a coding agent with their prefixes",
     lambda speed: scaled(_sessions(0), speed),
-    {"below": 1.2, "at": 1.5, "above": 1.65},
+    {"below": 1.3, "at": 1.55, "above": 1.7},
 )
 CODING_AGENTS_OTHER = _scenario(
     "coding-agents-other",
     "35 other sessions of the same trace",
     lambda speed: scaled(_sessions(1), speed),
-    {"below": 0.9, "at": 1.1, "above": 1.2},
+    {"below": 1.0, "at": 1.2, "above": 1.35},
 )

@@ -55,7 +55,7 @@ LONG_OUTPUTS = Scenario(
         enable_prefix_caching=False,
     ),
     step_time=RooflineStepTime(shape=SHAPE, device=DEVICE),
-    speeds={"below": 0.62, "at": 0.7, "above": 0.75},  # the queue grows above 0.72
+    speeds={"below": 0.59, "at": 0.68, "above": 0.72},  # the queue grows above 0.68
 )
 
 _HOST_MEMORY = HostMemory.of(HOST_BYTES, SHAPE, DEVICE)
@@ -75,7 +75,7 @@ LONG_OUTPUTS_SLOW_LINK = replace(
 
 _OTHER: dict[str, Any] = {
     "arrivals": lambda speed: scaled(other_requests(), speed),
-    "speeds": {"below": 0.6, "at": 0.72, "above": 0.78},
+    "speeds": {"below": 0.6, "at": 0.7, "above": 0.75},  # the queue grows above 0.71
 }
 LONG_OUTPUTS_OTHER = replace(
     LONG_OUTPUTS,
