@@ -57,7 +57,7 @@ MOONCAKE = Scenario(
     arrivals=arrivals,
     config=CONFIG,
     step_time=STEP_TIME,
-    speeds={"below": 2.6, "at": 3.2, "above": 3.5},  # the queue grows above 3.3
+    speeds={"below": 2.2, "at": 2.6, "above": 2.85},  # the queue grows above 2.65
 )
 MOONCAKE_SHORT = Scenario(
     name="mooncake-short",

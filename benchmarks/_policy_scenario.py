@@ -67,9 +67,11 @@ class Figures:
     ttft_p50: float
     ttft_p99: float
     ttft_max: float
+    latency_mean: float
+    """Mean time from the arrival of a request to its last token."""
     itl_p50: float
-    """99th percentile of all gaps between two tokens, requests pooled."""
     itl_p99: float
+    """99th percentile of all gaps between two tokens, requests pooled."""
     goodput: float
     """Share of the requests whose TTFT is at most `TTFT_TARGET` and whose every gap is at most `GAP_TARGET`."""
     within_target: float | None
@@ -156,6 +158,7 @@ def read_figures(outcome: Outcome, config: SchedulerConfig, cpu_seconds: float) 
         ttft_p50=_of(report.ttft.p50.value),
         ttft_p99=_of(report.ttft.p99.value),
         ttft_max=_of(report.ttft.max.value),
+        latency_mean=float(np.mean(timings.last_token - timings.arrival)),
         itl_p50=_of(report.itl.p50.value),
         itl_p99=_of(report.itl.p99.value),
         goodput=_of(report.goodput.share.value),

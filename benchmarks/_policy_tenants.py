@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from _policy_azure import CONFIG, SPEEDS, STEP_TIME, requests
+from _policy_azure import CONFIG, LATE_SPEEDS, SPEEDS, STEP_TIME, late_requests, requests
 from _policy_scenario import Scenario, scaled
 
 from pointsman.sim.workload import Arrival
 
 HEAVY, LIGHT = "heavy", ("light-1", "light-2", "light-3")
-HEAVY_SHARE = 0.7
-SEED = 7
+
+
+def _of_tenants(arrivals: Sequence[Arrival], heavy_share: float, seed: int) -> list[Arrival]:
+    """The requests, each with a tenant drawn at random."""
+    rng = np.random.default_rng(seed)
+    shares = [heavy_share, *[(1 - heavy_share) / len(LIGHT)] * len(LIGHT)]
+    tenants = rng.choice([HEAVY, *LIGHT], size=len(arrivals), p=shares).tolist()
+    return [(time, replace(request, tenant=tenant)) for (time, request), tenant in zip(arrivals, tenants, strict=True)]
 
 
 @cache
 def of_tenants() -> list[Arrival]:
-    """The Azure requests, each with a tenant drawn at random."""
-    rng = np.random.default_rng(SEED)
-    shares = [HEAVY_SHARE, *[(1 - HEAVY_SHARE) / len(LIGHT)] * len(LIGHT)]
-    tenants = rng.choice([HEAVY, *LIGHT], size=len(requests()), p=shares).tolist()
-    return [
-        (time, replace(request, tenant=tenant)) for (time, request), tenant in zip(requests(), tenants, strict=True)
-    ]
+    return _of_tenants(requests(), 0.7, seed=7)
+
+
+@cache
+def late_of_tenants() -> list[Arrival]:
+    return _of_tenants(late_requests(), 0.5, seed=107)
 
 
 TENANTS = Scenario(
@@ -34,4 +40,12 @@ TENANTS = Scenario(
     config=CONFIG,
     step_time=STEP_TIME,
     speeds=SPEEDS,
+)
+TENANTS_LATE = Scenario(
+    name="tenants-late",
+    about="azure-late, 50 % of the requests from one tenant, the others from three",
+    arrivals=lambda speed: scaled(late_of_tenants(), speed),
+    config=CONFIG,
+    step_time=STEP_TIME,
+    speeds=LATE_SPEEDS,
 )

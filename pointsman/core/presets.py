@@ -29,11 +29,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
     # Many small requests: each prompt is computed in one step or waits, so that there are no partial prefills.
     "short-requests": {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
-    # Most requests with a first token within 2 s and no long gaps between tokens: chosen by `benchmarks/auto.py`.
+    # Short waits, for the first token and in the mean to the end, at any load: chosen by `benchmarks/auto.py`.
     "auto": {
-        "order": "earliest-ttft:default=2.0",
+        "order": "shortest-prefill",
         "reserves": ("growth",),
-        "token_limits": ("target-itl",),
+        "token_limits": ("decode-share:share=0.05",),
     },
 }
 """Named settings to start from; settings that are not listed keep their defaults."""

@@ -17,6 +17,7 @@ DEFAULTS = {each.name: each.default for each in fields(SchedulerConfig)}
 SMALL: dict[str, tuple[str, ...]] = {
     "bypass": ("bypass:bound=2", "bypass:bound=4,kept=0"),
     "decode": ("decode:tokens=4",),
+    "decode-share": ("decode-share:share=2",),
     "earliest-ttft": ("earliest-ttft:default=3,every=3",),
     "fair": ("fair", "fair:weights=tenant 0/2"),
     "growth": ("growth:scale=8",),
@@ -24,7 +25,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "longest-prefix": ("longest-prefix:ageing=2",),
     "prefill-gap": ("prefill-gap:seconds=3,least=2",),
     "prefill-threshold": ("prefill-threshold:tokens=2",),
-    "shortest-prefill": ("shortest-prefill:ageing=2",),
+    "shortest-prefill": ("shortest-prefill:ageing=2", "shortest-prefill:bound=5"),
     "target-itl": ("target-itl:seconds=3,least=2",),
     "watermark": ("watermark:share=0.1",),
 }

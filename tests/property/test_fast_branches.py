@@ -68,6 +68,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "steps within a target": {"token_limits": ("target-itl:seconds=3,least=2",)},
     "prompts within a gap": {"token_limits": ("prefill-gap:seconds=3,least=2",)},
     "prompts within a gap, few blocks": {**FULL_POOL, "token_limits": ("prefill-gap:seconds=3,least=2",)},
+    "decode between prompts": {**FULL_POOL, "token_limits": ("decode-share:share=2",)},
     "drafts": {"num_draft_tokens": 2},
     "logged": {"log_request_events": True},
 }

@@ -88,6 +88,9 @@ class Reuse(EvictionPolicy):
     at least `threshold` times as often as the blocks of all requests. The history covers about 8 times as many blocks
     as the pool has. Without any cache hit nothing is learned, and the policy equals "lru".
 
+    Try it on your own trace first: it gains a seventh of the hits on a trace of conversations with long shared
+    prefixes, on which its parameters were chosen, and nothing on two sets of sessions of a coding agent.
+
     Bound: at most `share` of the usable blocks are retained, whatever was learned.
     """
 

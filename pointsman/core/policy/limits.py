@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.budget import StepBudget
+from pointsman.core.policy.decode_share import DecodeShare
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.policy import Parameter
 from pointsman.core.policy.prefill_gap import PrefillGap
@@ -123,7 +124,9 @@ class ChunkEnds(Limit):
         return allowed or Deferral(Reason.BUDGET, self._kv.cut(request, start, lacks, most) - want)
 
 
-LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold, TargetItl, PrefillGap)}
+LIMITS: dict[str, type[Limit]] = {
+    limit.name: limit for limit in (LongPrefillThreshold, TargetItl, PrefillGap, DecodeShare)
+}
 
 
 def limits_of(config: SchedulerConfig, ends: Limit | None, encoder: Limit | None) -> list[Any]:

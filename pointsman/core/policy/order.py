@@ -16,15 +16,22 @@ they were admitted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pointsman.core.policy.earliest_ttft import EarliestTTFT
 from pointsman.core.policy.fair import Fair
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.state.events import Admitted
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
+
+LONG = 4.0
+"""For "shortest-prefill": a prompt of this multiple of the mean length has the maximum delay."""
+LEARNED_OVER = 128
+"""For "shortest-prefill": number of recent requests over which the mean length is learned (an exponential mean)."""
 
 
 class PriorityOrder(FirstComeFirstServed):
@@ -54,18 +61,17 @@ class FrontFirst(FirstComeFirstServed):
 
 
 class _ByPrefill(FirstComeFirstServed):
-    """Base class of the orders whose key is a number of tokens: cached tokens, or tokens to prefill. These are counted
-    when the request is queued. Each second of waiting subtracts `ageing` tokens.
+    """Base class of the orders by a number of tokens, cached tokens or tokens to prefill, and by arrival. The tokens
+    are counted when the request is queued.
 
-    All requests age at the same rate, so the order of waiting requests never changes. The key is therefore static:
-    tokens plus `ageing` times the arrival time. A preempted request is at the front, as under "fcfs".
+    All requests age at the same rate, so the order of waiting requests never changes, and the key is static. A
+    preempted request is at the front, as under "fcfs".
     """
 
     keeps_keys = False
 
-    def __init__(self, ageing: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._ageing = ageing
         self._view: View | None = None
 
     def attach(self, view: View) -> None:
@@ -75,9 +81,13 @@ class _ByPrefill(FirstComeFirstServed):
         if request.status is RequestStatus.PREEMPTED:
             return (0, request.serial, request.sequence_number)
         tokens = self._num_compared_tokens(request)
-        return (1, tokens + self._ageing * request.arrival_time, request.sequence_number, tokens)
+        return (1, self._place(request.arrival_time, tokens), request.sequence_number, tokens)
 
     def _num_compared_tokens(self, request: Request) -> int:
+        raise NotImplementedError
+
+    def _place(self, arrival_time: float, num_tokens: int) -> float:
+        """The place of a request with this number of tokens; the request with the smallest place is next."""
         raise NotImplementedError
 
     def _num_cached(self, request: Request) -> int:
@@ -92,29 +102,65 @@ class _ByPrefill(FirstComeFirstServed):
 
 
 class ShortestPrefill(_ByPrefill):
-    """Fewest prompt tokens to compute first, less `ageing` tokens for each second of waiting.
+    """Fewest prompt tokens to compute first; a request counts as arrived later, by at most `bound` seconds.
 
     This is shortest job first with ageing. The job is the prefill, since its length is known, and the length of the
-    output is not. Tokens that the prefix cache has when the request is queued are not counted.
+    output is not. Tokens that the prefix cache has when the request is queued are not counted. The next request is the
+    one with the earliest arrival time plus delay. The delay is one second for each `ageing` tokens, at most `bound`
+    seconds. With an `ageing` of 0, `LONG` times the mean number of tokens of recent requests are delayed by `bound`
+    seconds. Then the same parameters suit chats and documents, and slow and fast devices.
 
-    Use it where the server is at or above saturation and prompts differ much in length: it lowers the mean TTFT at the
-    cost of the longest prompts. A larger `ageing` helps long prompts, at the cost of the mean. Below saturation the
-    queue is empty, and this order changes nothing.
+    Use it where prompts differ much in length: at and above saturation it lowers the mean TTFT at the cost of long
+    prompts. A smaller `bound` helps long prompts, at the cost of the mean. Below saturation the queue is empty, and
+    this order changes nothing.
 
-    Bound: a request with P tokens to prefill is bypassed only by requests that arrive less than P / `ageing` seconds
-    after it. With an `ageing` of 0 there is no bound.
+    Bound: a request is bypassed only by requests that arrive less than `bound` seconds after it, whatever the load. If
+    `ageing` is not 0, a request with P tokens to prefill is bypassed only by requests that arrive less than
+    P / `ageing` seconds after it.
     """
 
     name = "shortest-prefill"
+    version = 2
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("ageing", 15.0, 0.0, 1e9, tried=(5.0, 15.0, 100.0, 1000.0), doc="tokens for a second of waiting"),
+        Parameter("bound", 60.0, 0.0, 1e9, tried=(10.0, 30.0, 60.0, 120.0), doc="maximum delay of a long prompt, in s"),
+        Parameter("waits", 2.0, 0.0, 1e9, tried=(1.0, 2.0, 4.0), doc="maximum delay, in mean waits of recent requests"),
+        Parameter("ageing", 0.0, 0.0, 1e9, doc="tokens for a second of delay; 0: learned from recent prompts"),
     )
 
-    def __init__(self, ageing: float = 15.0) -> None:
-        super().__init__(ageing)
+    def __init__(self, bound: float = 60.0, waits: float = 2.0, ageing: float = 0.0) -> None:
+        super().__init__()
+        self._bound, self._waits, self._ageing = bound, waits, ageing
+        self._reset()
+
+    def _reset(self) -> None:
+        self._mean_tokens, self._num_learned = 0.0, 0
+        self._mean_wait, self._num_admitted = 0.0, 0
+
+    def attach(self, view: View) -> None:
+        super().attach(view)
+        self._reset()
+
+    def on_admitted(self, event: Admitted) -> None:
+        if not event.resumed:
+            self._num_admitted = min(self._num_admitted + 1, LEARNED_OVER)
+            wait = max(0.0, event.now - event.request.arrival_time)
+            self._mean_wait += (wait - self._mean_wait) / self._num_admitted
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        learned = self._mean_tokens, self._num_learned
+        super().put_back(requests)
+        self._mean_tokens, self._num_learned = learned  # each request is learned from once
 
     def _num_compared_tokens(self, request: Request) -> int:
         return max(1, request.num_tokens - self._num_cached(request))
+
+    def _place(self, arrival_time: float, num_tokens: int) -> float:
+        if self._ageing:
+            return arrival_time + min(num_tokens / self._ageing, self._bound)
+        self._num_learned = min(self._num_learned + 1, LEARNED_OVER)
+        self._mean_tokens += (num_tokens - self._mean_tokens) / self._num_learned
+        bound = min(self._bound, self._waits * self._mean_wait)
+        return arrival_time + bound * min(num_tokens / (LONG * self._mean_tokens), 1.0)
 
     def reason(self, request: Request) -> str:
         tokens = self._compared_tokens(request)
@@ -140,10 +186,14 @@ class LongestPrefix(_ByPrefill):
     )
 
     def __init__(self, ageing: float = 100.0) -> None:
-        super().__init__(ageing)
+        super().__init__()
+        self._ageing = ageing
 
     def _num_compared_tokens(self, request: Request) -> int:
         return -self._num_cached(request)
+
+    def _place(self, arrival_time: float, num_tokens: int) -> float:
+        return num_tokens + self._ageing * arrival_time
 
     def reason(self, request: Request) -> str:
         tokens = self._compared_tokens(request)

@@ -76,7 +76,7 @@ class PrefillGap(TargetItl):
             if not (was_slow and self._is_slow):
                 return
             self._reset()
-        super().on_step_time(load, seconds)
+        self.times.observe(load, seconds)
 
     def step_budget(self, most: int, view: View) -> int:
         if self._is_fast:

@@ -346,7 +346,7 @@ class GrowthReserve(Reserve):
     """
 
     name = "growth"
-    version = 3
+    version = 4
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("scale", 1.0, 0.0, 8.0, tried=(0.5, 1.0, 2.0), doc="multiplies the blocks"),
     )

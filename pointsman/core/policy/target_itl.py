@@ -97,6 +97,8 @@ class TargetItl(Limit):
         preemption would be in vain."""
         self._num_spread_steps = 0
         """Number of remaining steps with spread prompt tokens."""
+        self._is_open = False
+        """Whether the step has the whole budget, since no request decodes in it."""
         self._limit = self._target
         self._is_full = self._is_decided = self._has_deferred = False
         self._num_kept = 0
@@ -107,7 +109,8 @@ class TargetItl(Limit):
         self._reset()
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
-        self.times.observe(load, seconds)
+        if not (self._is_open and load.num_prefill_tokens):  # such a step may take many times the target
+            self.times.observe(load, seconds)
 
     def on_preempted(self, event: Preempted) -> None:
         self._has_preempted |= event.cause is PreemptionCause.DISPLACED
@@ -120,7 +123,12 @@ class TargetItl(Limit):
     def step_budget(self, most: int, view: View) -> int:
         """Token budget of the step. It is kept while the queue is blocked and the running requests stay the same. So
         the head of the queue need not be checked again, and fast-forward is possible."""
-        if view.num_prefilling:
+        num_prefilling = view.num_prefilling
+        self._is_open = num_prefilling == len(view.rows) and (num_prefilling > 0 or view.num_waiting > 0)
+        if self._is_open:
+            self._key, self._had_queue, self._num_spread_steps = None, False, 0
+            return most
+        if num_prefilling:
             self._key = None
         else:
             if not view.num_waiting:
@@ -196,7 +204,7 @@ class TargetItl(Limit):
         return min(remaining, max(hidden, self.times.prefill_seconds(num_even, 0), MIN_SPREAD * remaining))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        if batch.num_prefilling == 0 and not self._view.num_waiting:
+        if self._is_open or (batch.num_prefilling == 0 and not self._view.num_waiting):
             return
         # The budget is divided in admission order. A prompt must leave a token for each row behind it. Drafts must
         # leave `least` tokens for a running or waiting prompt.
@@ -220,6 +228,8 @@ class TargetItl(Limit):
                 left -= more
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        if self._is_open:
+            return want
         if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
             self._decide_budget(view.budget, view)
         self._was_checked = True

@@ -25,11 +25,11 @@ class SchedulerView:
         "budget",
         "match",
         "now",
-        "num_before",
         "num_missing_blocks",
         "num_owed_blocks",
         "num_running",
         "num_shared_blocks",
+        "num_skipped",
     )
 
     def __init__(self, batch: Batch, kv: KVCache, queue: Sized) -> None:
@@ -38,8 +38,8 @@ class SchedulerView:
         self._queue = queue
         self.now = 0.0
         self.budget = 0
-        self.num_before = 0
-        """Number of queued requests that do not count as waiting, because they are before the checked request."""
+        self.num_skipped = 0
+        """Number of waiting requests that are not in the queue, because the step has skipped them."""
         self.num_running = 0
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
@@ -61,9 +61,9 @@ class SchedulerView:
         """Set `budget`, `num_running` and `num_owed_blocks` before a waiting request is checked."""
         self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
 
-    def set_num_before(self, place: int) -> None:
-        """Declare that the checked request has `place` requests before it in the queue."""
-        self.num_before = place
+    def set_num_skipped(self, count: int) -> None:
+        """Set the number of skipped requests, which the step returns to the queue at its end."""
+        self.num_skipped = count
 
     def set_match(self, match: Match, num_shared_blocks: int) -> None:
         """Set the cached prefix of the checked request, and how many blocks of this prefix other requests hold."""
@@ -73,7 +73,7 @@ class SchedulerView:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) - self.num_before
+        return len(self._queue) + self.num_skipped
 
     @property
     def num_prefilling(self) -> int:

@@ -36,7 +36,7 @@ class View(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue."""
+        """Number of requests in the queue, and of requests that the step has skipped."""
 
     @property
     def num_prefilling(self) -> int:

@@ -232,6 +232,7 @@ class Admission:
                             break
                         search.begin(head, self._kept if self._lacking else None, len(admitted))
                     skipped.append((queue.pop(), len(admitted)))
+                    self._view.set_num_skipped(len(skipped))
                 elif verdict.is_async:
                     assert self._loading is not None
                     self._loading.start(head, verdict, step)
@@ -254,6 +255,7 @@ class Admission:
             self._may_pad = False
             table.note_blocked([request for request, _ in skipped], blocker)
             if skipped:
+                self._view.set_num_skipped(0)
                 self._return_skipped(skipped, len(admitted))
             if search is not None:
                 search.open()  # priority preemption checks before the next step's admissions
@@ -438,17 +440,13 @@ class Admission:
             return False
         view.open_check(budget, num_running, num_owed_blocks)
 
-        def check(request: Request, place: int) -> Need | None:
+        def check(request: Request) -> Need | None:
             if request._state.num_pending or request.adapter is not None:
                 return None
-            view.set_num_before(place)
-            try:
-                verdict = self._look_up_and_check(request)
-                if not isinstance(verdict, Deferral) or self._lacking is None:
-                    return None
-                need = needs.keep(request, self._lacking)
-            finally:
-                view.set_num_before(0)
+            verdict = self._look_up_and_check(request)
+            if not isinstance(verdict, Deferral) or self._lacking is None:
+                return None
+            need = needs.keep(request, self._lacking)
             if need is not None:
                 self._record_deferral(request, verdict, step.now)
             return need
@@ -468,7 +466,7 @@ class Admission:
         needs = search.needs
         if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
             is_blocking = request._state.num_bypassed >= search.bound
-            lacks = needs.deferral(request, len(self._table.queue), is_blocking)
+            lacks = needs.deferral(request, self._view.num_waiting, is_blocking)
             if lacks is not None:
                 return lacks
         verdict = self.check(request, budget, num_running, num_owed_blocks)

@@ -71,7 +71,7 @@ class Need(NamedTuple):
     date: the request has run, or its prompt was extended."""
     num_tokens: int
     num_waiting: int
-    """Number of queued requests from the checked request on, at the time of the check."""
+    """Number of waiting requests at the time of the check."""
     watched: tuple[int, int] | None
     """Number of leading blocks up to the next block that the request could share, and the hash of the tokens of these
     blocks; None: the request cannot share more blocks."""
@@ -147,7 +147,7 @@ class Needs:
 
     def get(self, request: Request, num_waiting: int) -> Need | None:
         """The remembered need of a request, if it is still valid; None: the request must be checked. `num_waiting`:
-        number of queued requests from this request on."""
+        number of waiting requests."""
         need = self.known.get(request)
         if need is None or need.serial != request._state.serial:
             return None

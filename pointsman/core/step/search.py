@@ -4,8 +4,8 @@ A step looks at up to 64 requests behind the head, in one of three ways, which l
 
     repeat   no change could admit a skipped request, or change the reason why it waits: O(1)
     scan     if the order can list the next requests: remembered needs (`needs.py`) are compared with the free blocks,
-             and requests without a remembered need are checked at their places. If one of the requests may be
-             admitted, the loop follows
+             and requests without a remembered need are checked. If one of the requests may be admitted, the loop
+             follows
     loop     the requests are removed from the queue one after the other, checked, and put back (`admission.py`)
 """
 
@@ -103,20 +103,20 @@ class Search:
         self,
         kept: KeptVerdict,
         popped: Sequence[Request],
-        check: Callable[[Request, int], Need | None],
+        check: Callable[[Request], Need | None],
         defer: Callable[[Request, Deferral], None],
     ) -> bool:
         """Compare remembered needs with the free blocks. Returns True if the search is done, because no request behind
         the head and the `popped` requests is admitted. `kept`: the verdict by which the head lacks blocks.
 
-        `check` checks a request at its place in the queue. It returns None if the request would be admitted, or lacks
-        something other than blocks. `defer` records why a request waits.
+        `check` checks a request. It returns None if the request would be admitted, or lacks something other than
+        blocks. `defer` records why a request waits.
         """
         needs, first = self.needs, self._first
         if needs is None or first is None:
             return False
         known, max_num_tokens, levels = needs.known, needs.max_num_tokens, needs.levels
-        num_waiting, bound = len(self._table.queue), self.bound
+        num_waiting, bound = len(self._table.queue) + len(popped), self.bound
         window = first(MAX_SKIPPED + 1 - len(popped))
         start, end = 0 if popped else 1, len(window)
         shortfalls: list[Shortfall] = []
@@ -134,10 +134,10 @@ class Search:
                 need is None
                 or reason is None
                 or need.serial != state.serial
-                or need.num_waiting > num_waiting - place
+                or need.num_waiting > num_waiting
                 or need.num_tokens > max_num_tokens
             ):
-                need = check(request, place)
+                need = check(request)
                 if need is None:
                     return False
                 shortfalls.append(need.shortfall)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import Reason
+from pointsman.core import Reason, Request
+from pointsman.core.policy.reserve import Demand, Reserve
+from pointsman.core.state.interfaces import View
 from pointsman.core.step.search import Search
 from tests.core.helpers import Host, names
 
@@ -99,6 +101,37 @@ def test_no_blocks_are_kept_for_an_aborted_request() -> None:
     assert names(host.step().admitted) == ["b"]
 
 
+class Watching(Reserve):
+    """Keeps no block free, and notes how many requests wait at each check."""
+
+    name = "watching"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def blocks(self, request: Request, demand: Demand, view: View) -> int:
+        self.seen.append((request.request_id, demand.num_waiting))
+        return 0
+
+
+def test_reserves_count_the_bypassed_requests_as_waiting() -> None:
+    watching = Watching()
+    host = host_with_a_long_head(reserves=("bypass", watching))
+    for name in ("a", "b"):
+        host.add(name, 4, max_tokens=2)
+    assert names(host.step().admitted) == ["a", "b"]
+    seen = [(name, waiting) for name, waiting in watching.seen if name != "first"]
+    assert seen == [("long", 3), ("a", 3), ("b", 2)], "long waits while a and b start"
+    host.run_to_end()
+
+
+RESERVES: list[tuple[str, ...]] = [
+    ("bypass:bound=3,kept=0",),
+    ("bypass:bound=3", "watermark:share=0.1"),
+    ("growth:scale=4", "bypass:bound=3"),
+]
+
+
 def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: bool) -> list[Any]:
     """The decisions of a random workload."""
     with monkeypatch.context() as patch:
@@ -106,7 +139,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: boo
             patch.setattr(Search, "is_done", lambda *_: False)
         chance = random.Random(seed)
         host = Host(
-            reserves=("bypass:bound=3", "watermark:share=0.1") if seed % 2 else ("bypass:bound=3,kept=0",),
+            reserves=RESERVES[seed % len(RESERVES)],
             num_blocks=20,
             max_num_seqs=6,
             enable_prefix_caching=seed % 3 > 0,

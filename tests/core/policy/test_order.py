@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pointsman.core import ConfigError, Request, Scheduler
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.order import LongestPrefix, ShortestPrefill
+from pointsman.core.state.events import Admitted
 from tests.core.helpers import Host, names, small_config
 from tests.forms import short_or_long
 
@@ -121,14 +122,16 @@ def test_under_shortest_prefill_a_preempted_request_is_first() -> None:
 
 @settings(max_examples=short_or_long(30, 300), deadline=None)
 @given(
-    ageing=st.sampled_from([0.5, 1.0, 3.0, 10.0]),
+    bound=st.sampled_from([1.0, 5.0, 40.0]),
+    waits=st.sampled_from([0.5, 2.0, 1e9]),
+    ageing=st.sampled_from([0.0, 0.5, 3.0]),
     arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=2, max_size=30),
     capacity=st.integers(1, 20),
 )
 def test_shortest_prefill_bounds_how_much_later_a_bypassing_request_is(
-    ageing: float, arrivals: list[tuple[int, int]], capacity: int
+    bound: float, waits: float, ageing: float, arrivals: list[tuple[int, int]], capacity: int
 ) -> None:
-    order = ShortestPrefill(ageing)
+    order = ShortestPrefill(bound, waits, ageing)
     todo = sorted(arrivals)
     waiting: list[Request] = []
     for now in range(0, 4000, capacity):
@@ -141,9 +144,29 @@ def test_shortest_prefill_bounds_how_much_later_a_bypassing_request_is(
         if waiting:
             taken = order.pop()
             waiting.remove(taken)
+            order.on_admitted(Admitted(taken, False, 0, 0, False, float(now)))
             for other in waiting:
-                assert taken.arrival_time < other.arrival_time + other.num_prompt_tokens / ageing
+                most = min(bound, other.num_prompt_tokens / ageing) if ageing else bound
+                assert taken.arrival_time < other.arrival_time + most or taken is min((taken, other), key=arrived)
     assert not waiting
+
+
+def arrived(request: Request) -> tuple[float, int]:
+    return request.arrival_time, request._state.sequence_number
+
+
+def test_shortest_prefill_delays_long_prompts_by_multiples_of_waits() -> None:
+    order = ShortestPrefill(bound=100.0, waits=2.0)
+    for number in range(200):  # the mean wait is 5 s, the mean length 100 tokens
+        request = Request(f"past{number}", [1] * 100, arrival_time=0.0, max_tokens=1)
+        request._state.sequence_number = number
+        order.push(request)
+        order.on_admitted(Admitted(order.pop(), False, 0, 0, False, 5.0))
+    for number, (name, length, arrival) in enumerate([("long", 800, 0.0), ("short", 10, 9.0), ("later", 10, 11.0)]):
+        request = Request(name, [1] * length, arrival_time=arrival, max_tokens=1)
+        request._state.sequence_number = 300 + number
+        order.push(request)
+    assert [order.pop().request_id for _ in range(3)] == ["short", "long", "later"]
 
 
 @pytest.mark.parametrize(

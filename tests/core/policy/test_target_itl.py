@@ -119,10 +119,29 @@ def test_prompt_tokens_fill_the_target_time_beside_decode() -> None:
 
 def test_the_first_steps_are_small_and_grow() -> None:
     server = Server()
+    server.add("chat", 10)
+    server.step()
     server.add("long", 10_000)
     tokens = [server.step()["long"] for _ in range(4)]
     assert tokens[0] == 256 and all(0 < after <= 2 * before + 1 for before, after in pairwise(tokens))
     assert max(server.seconds) < 1.02 * TARGET
+
+
+def test_while_no_request_decodes_prompts_have_the_whole_budget() -> None:
+    server = Server(settings={"max_num_batched_tokens": 8192})
+    server.add("long", 20_000, max_tokens=30)
+    server.add("second", 20_000, max_tokens=30)
+    assert [sum(server.step().values()) for _ in range(2)] == [8192, 8192]
+    assert server.step() == {"long": 3616, "second": 4576}
+    assert server.step()["second"] == 257, "long decodes"
+    server.scheduler.abort("long", server.now)
+    assert server.step()["second"] == 8192, "nothing decodes any more"
+    server.warm()
+    before = len(server.seconds)
+    server.add("third", 40_000)
+    while not any(load.num_prefill_tokens == 0 for load in server.loads[before:]):
+        server.step()
+    assert max(server.seconds[before:]) < 1.05 * TARGET, "long steps do not mislead the predictions"
 
 
 def test_the_configured_budget_is_the_upper_bound() -> None:
@@ -148,9 +167,10 @@ def test_every_decoding_request_gets_its_token_behind_a_partial_prefill() -> Non
 
 def test_a_prefill_leaves_each_request_a_token_of_the_budget() -> None:
     server = Server(f"target-itl:seconds={TARGET},least=8", settings={"max_num_batched_tokens": 40, "max_num_seqs": 40})
-    prefill = server.add("long", 1500)
     for index in range(2):
         server.add(f"chat{index}", 10)
+    server.step()
+    prefill = server.add("long", 1500)
     num_steps = 0
     while not prefill.num_output_tokens:
         running = {each.request_id for each in server.scheduler.running}
@@ -166,8 +186,8 @@ def test_prefill_first_steps_leave_no_tokens_for_decode() -> None:
         server.add(f"chat{index}", 2)
     while server.scheduler.num_running < 36 or server.loads[-1].num_prefill_tokens:
         server.step()
-    server.add("long", 200)
-    assert [server.step() for _ in range(5)] == [{"long": 40}] * 5
+    server.add("long", 240)
+    assert [server.step() for _ in range(6)][1:] == [{"long": 40}] * 5, "after a step whose time is learned"
 
 
 def crowded(**settings: Any) -> tuple[Server, Request, float]:
@@ -200,7 +220,7 @@ def test_a_request_waits_for_step_time_when_decode_takes_too_long() -> None:
 
 def test_a_request_deferred_for_step_time_starts_when_others_finish() -> None:
     server, waiting, _ = crowded()
-    for request in server.scheduler.running[:5]:
+    for request in server.scheduler.running[:9]:
         server.scheduler.abort(request.request_id, server.now)
     server.step()
     assert waiting.status is RequestStatus.RUNNING
@@ -252,6 +272,9 @@ def test_prompt_tokens_are_spread_while_the_queue_waits_for_slots(max_num_seqs: 
     while server.scheduler.num_queued:
         server.step()
     server.scheduler.abort("chat-0", server.now)
+    before = server.add("before", 60_000, max_tokens=1)
+    while not before.num_output_tokens:  # until prompt tokens are no longer spread
+        server.step()
     server.add("long", 60_000)
     alone = server.step()["long"]
     for index in range(60):
