@@ -12,6 +12,7 @@ from pointsman.sim.advice import Lengths, advised_load, questions_of
 from pointsman.sim.alternatives import MAX_ALTERNATIVES, Prior, Question, find_alternatives, ranges
 from pointsman.sim.bounded import BoundedStepTime, bounded
 from pointsman.sim.calibrate import Calibration, from_requests
+from pointsman.sim.contradictions import contradictions
 from pointsman.sim.devices import device
 from pointsman.sim.fit import SCALED, STARTS, Objective, Problem, simulate_log, simulated_times, steps_of_log
 from pointsman.sim.hull import WatchedStepTime, warn_outside
@@ -197,6 +198,5 @@ def test_a_fit_predicts_the_log_of_data_parallel_engines(is_lockstep: bool) -> N
     settings = EngineSettings(max_num_seqs=24, data_parallel_size=2, is_lockstep=is_lockstep)
     log = measured_log(120, np.inf, experts if is_lockstep else SMALL, settings, output=80)
     assert from_requests(log, settings).profile.held_out_errors["e2e_mape"] < 0.03  # type: ignore[operator]
-    one = replace(settings, data_parallel_size=1, is_lockstep=False)
-    wrong = from_requests(log, one).profile
-    assert any("more engines (--data-parallel-size)" in note for note in wrong.notes)
+    (wrong,) = contradictions(Times.of(log), replace(settings, data_parallel_size=1, is_lockstep=False))
+    assert "more engines (--data-parallel-size)" in wrong
