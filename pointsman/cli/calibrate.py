@@ -89,6 +89,20 @@ MaxModelLen = Annotated[
 AsyncScheduling = Annotated[
     bool, typer.Option(help="Whether the engine scheduled a step while the step before it ran, as vLLM does.")
 ]
+DataParallelSize = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Engines behind the log's server, each with these settings, as for pointsman simulate."
+    ),
+]
+EnableExpertParallel = Annotated[
+    bool,
+    typer.Option(
+        "--enable-expert-parallel",
+        help="The log's engines served a mixture of experts, each device with whole experts. Without --model, this "
+        "also says that data parallel engines stepped together.",
+    ),
+]
 NumDraftTokens = Annotated[
     int,
     typer.Option("--num-draft-tokens", "--num-speculative-tokens", metavar="N", help="Setting of the log's engine."),
@@ -107,7 +121,7 @@ Model = Annotated[
         "--model",
         metavar="NAME",
         help="Model of the log's engine, as for pointsman simulate. The fit then also starts from step times that "
-        "follow from datasheets. Needs --device.",
+        "follow from datasheets, and no step time is below what the device can reach. Needs --device.",
     ),
 ]
 OnDevice = Annotated[
@@ -161,6 +175,8 @@ def calibrate(
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
     async_scheduling: AsyncScheduling = True,
+    data_parallel_size: DataParallelSize = 1,
+    enable_expert_parallel: EnableExpertParallel = False,
     num_draft_tokens: NumDraftTokens = 0,
     acceptance: Acceptance = None,
     model: Model = None,
@@ -201,6 +217,8 @@ def calibrate(
         async_scheduling=async_scheduling,
         num_draft_tokens=num_draft_tokens,
     )
+    if data_parallel_size < 1:
+        raise CommandError(f"--data-parallel-size is {data_parallel_size}; it must be at least 1")
     if num_draft_tokens < 0:
         raise CommandError(f"--num-draft-tokens is {num_draft_tokens}; it must be at least 0")
     if acceptance is not None and not num_draft_tokens:
@@ -223,10 +241,17 @@ def calibrate(
         raise CommandError(f"--train-budget has no effect: {log} has no summaries of runs; leave it out")
     if plot is not None:
         _check_plot(plot)
-    given, begin = settings, time.perf_counter()
+    begin = time.perf_counter()
     notes: list[str] = []
+    given = settings
     try:
-        estimate = _estimate_step_times(model, device, tensor_parallel)
+        estimate = _estimate_step_times(
+            model, device, tensor_parallel, data_parallel_size, enable_expert_parallel=enable_expert_parallel
+        )
+        has_experts = enable_expert_parallel if estimate is None else estimate.shape.num_experts > 0
+        settings = replace(
+            settings, data_parallel_size=data_parallel_size, is_lockstep=has_experts and data_parallel_size > 1
+        )
         if estimate is not None and num_blocks is None:
             settings, note = _with_estimated_blocks(settings, estimate, gpu_memory_utilization or 0.9)
             notes.append(note)
@@ -262,7 +287,14 @@ def calibrate(
     return EXIT_OK
 
 
-def _estimate_step_times(model: str | None, device: str | None, tensor_parallel: int) -> RooflineStepTime | None:
+def _estimate_step_times(
+    model: str | None,
+    device: str | None,
+    tensor_parallel: int,
+    data_parallel_size: int,
+    *,
+    enable_expert_parallel: bool,
+) -> RooflineStepTime | None:
     """Step times computed from the dimensions of the model and the figures of the device; None: neither model nor
     device was given."""
     if model is None and device is None:
@@ -276,7 +308,14 @@ def _estimate_step_times(model: str | None, device: str | None, tensor_parallel:
     from pointsman.sim.shapes import model_shape
     from pointsman.sim.step_time import RooflineStepTime
 
-    return RooflineStepTime(shape=model_shape(model), device=device_called(device), tensor_parallel=tensor_parallel)
+    shape = model_shape(model)
+    return RooflineStepTime(
+        shape=shape,
+        device=device_called(device),
+        tensor_parallel=tensor_parallel,
+        data_parallel=data_parallel_size if shape.num_experts else 1,
+        has_expert_parallel=enable_expert_parallel,
+    )
 
 
 def _with_estimated_blocks(
@@ -291,6 +330,7 @@ def _with_estimated_blocks(
         settings.block_size,
         gpu_memory_utilization,
         estimate.tensor_parallel,
+        data_parallel=estimate.data_parallel,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
     )
@@ -337,6 +377,11 @@ def _result_as_json(found: Calibration, seconds: float) -> dict[str, Any]:
         "kind": profile.kind,
         "training": profile.training_errors,
         "step_time": profile.step_time.to_dict(),
+        "alternatives": [each.to_dict() for each in profile.alternatives],
+        "allowed": [
+            {"step": each.question.name, "low": each.low, "seconds": each.seconds, "high": each.high}
+            for each in found.allowed
+        ],
         "seconds": round(seconds, 1),
         "notes": profile.notes,
     }
@@ -377,6 +422,15 @@ def _print_result(found: Calibration, seconds: float, output: str | None) -> Non
         coefficients.add_row(name, f"{values[name] * factor:.4g}", unit)
     console.print(coefficients)
     console.print()
+    if found.allowed:
+        allowed = Table(box=None, pad_edge=False, header_style="bold")
+        for title in ("a step in which", "takes, ms", "the log allows"):
+            allowed.add_column(title, justify="left" if title.startswith("a ") else "right")
+        for each in found.allowed:
+            span = f"{1e3 * each.low:.3g} to {1e3 * each.high:.3g}"
+            allowed.add_row(each.question.name, f"{1e3 * each.seconds:.4g}", span)
+        console.print(allowed)
+        console.print()
     for note in profile.notes:
         console.print(f"note: {note}", markup=False)
     if output is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.sim.accuracy import RequestErrors
 from pointsman.sim.calibrate import calibrate_steps
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.hull import Outside, WatchedStepTime
 from pointsman.sim.observed import Replayed, replayed, times_of
-from pointsman.sim.profile import PARTS, Profile, WatchedStepTime
+from pointsman.sim.profile import Profile
 from pointsman.sim.report import Report, figures
 from pointsman.sim.report.intervals import Distribution
 from pointsman.sim.report.layout import format_number
@@ -68,8 +69,8 @@ class Row:
 
     name: str
     report: Report
-    outside: Mapping[str, int] = field(default_factory=dict)
-    """Fields of a step's load (`StepLoad`) that exceed the loads of the recording, with their largest values."""
+    outside: Sequence[Outside] = ()
+    """Fields of a step's load that are outside the hull of the recording for a share of the time."""
 
 
 def compare(
@@ -213,8 +214,8 @@ def _make_config(own: SchedulerConfig, values: Mapping[str, Any]) -> SchedulerCo
 
 def _simulate_config(
     name: str, happened: Replayed, config: SchedulerConfig, profile: Profile
-) -> tuple[Outcome, dict[str, int]]:
-    watched = WatchedStepTime(profile.step_time)
+) -> tuple[Outcome, Sequence[Outside]]:
+    watched = WatchedStepTime(profile.bounded(profile.step_time))
     with ProgressBar(f"of {name} simulated", len(happened.trace)) as bar:
         features = replace(happened.features, adapter_share=profile.adapter_share)
         if not config.num_draft_tokens:
@@ -222,9 +223,7 @@ def _simulate_config(
         outcome = simulate(OpenLoop(happened.trace), config, watched, features=features, progress=bar.update)
     if not outcome.is_complete:
         raise KeyboardInterrupt
-    ranges, known = watched.hull.ranges, profile.hull.ranges
-    most = {part: ranges[part][1] for part in ("num_tokens", "num_rows") if part in ranges}
-    return outcome, {part: value for part, value in most.items() if value > known[part][1]}
+    return outcome, profile.hull.outside(watched.seen)
 
 
 def _simulation_errors(path: str, happened: Replayed, outcome: Outcome) -> RequestErrors:
@@ -262,7 +261,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "output_tokens_per_second": report.output_tokens_per_second.value,
         "prefix_hit_rate": report.prefix_hit_rate.value,
         "goodput": None if report.goodput is None else report.goodput.share.value,
-        "outside": dict(row.outside),
+        "outside": [each._asdict() for each in row.outside],
     }
 
 
@@ -354,12 +353,13 @@ def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], proble
     ]
     if refused := [f"{row.name}: {row.report.counts.refused:,}" for row in rows if row.report.counts.refused]:
         lines.append(f"Requests that could never run, and count as missed: {', '.join(refused)}.")
-    for part, (_, most) in profile.hull.ranges.items():
-        if outside := [f"{row.name} {row.outside[part]:,}" for row in rows if part in row.outside]:
-            lines.append(
-                f"* {PARTS[part]} go up to more than the recording's {most:,}, so step times there are "
-                f"extrapolated: {', '.join(outside)}."
-            )
+    outside = {(each.about, each.bound) for row in rows for each in row.outside}
+    for about, bound in sorted(outside):
+        shares = [f"{row.name} {each.share:.0%}" for row in rows for each in row.outside if each.about == about]
+        lines.append(
+            f"* Share of the time with {about} than the recording's {bound:,}, where step times are extrapolated: "
+            f"{', '.join(shares)}."
+        )
     return lines + [f"Not simulated, {problem}" for problem in problems]
 
 

@@ -27,9 +27,10 @@ from pointsman.sim.errors import UnknownName
 from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.host_memory import HostMemory, check_host_memory
+from pointsman.sim.hull import WatchedStepTime, warn_outside
 from pointsman.sim.memory import KvMemory, layer_groups, num_kv_blocks
 from pointsman.sim.model import ModelShape
-from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
+from pointsman.sim.profile import EngineSettings, Profile, load_profile
 from pointsman.sim.scenarios import SCENARIOS
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime, check_experts_divided
@@ -314,15 +315,17 @@ class Service:
     """The engines of each replica."""
     model: str = UNKNOWN_MODEL
     """The model to name in a server's command: a path, or a name with its organisation."""
+    alternatives: tuple[StepTime, ...] = ()
+    """Other step times that are about equally plausible, and span what is not known about the step times."""
 
     def extrapolations(self) -> list[str]:
-        """One sentence for each field of `StepLoad` in which simulations since the last call exceeded the loads in the
-        profile's log."""
+        """A sentence on where the steps of the simulations since the last call had other loads than the profile's log;
+        no sentence if they had the same loads."""
         watched = self.step_time
         if self.profile is None or not isinstance(watched, WatchedStepTime):
             return []
-        hull, watched.hull = watched.hull, Hull()
-        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.profile, hull)]
+        warnings = warn_outside(self.profile, watched.take_seen())
+        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warnings]
 
 
 def service_of_options(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:
@@ -401,20 +404,26 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
     kv: KvMemory | None = None
     step_time: StepTime
     if shape is None or on is None:
-        assert profile is not None
-        step_time, about_times = WatchedStepTime(profile.step_time), _profile_text(profile)
         title = f"the profile {options['profile']}"
+        estimated = None
     else:
         estimated = RooflineStepTime(
             shape=shape,
             device=on,
             tensor_parallel=parallel,
-            data_parallel=options.get("data_parallel_size", 1) if shape.num_experts else 1,
+            data_parallel=_data_parallel_size(options, profile) if shape.num_experts else 1,
             has_expert_parallel=options.get("enable_expert_parallel", False),
         )
-        about_times = estimated.caveat() if profile is None else _profile_text(profile)
-        step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
+    alternatives: tuple[StepTime, ...]
+    if profile is not None:
+        if profile.bound is None:
+            profile = replace(profile, bound=estimated)
+        step_time, about_times = WatchedStepTime(profile.bounded(profile.step_time)), _profile_text(profile)
+        alternatives = tuple(map(profile.bounded, profile.alternatives))
+    else:
+        assert estimated is not None
+        step_time, about_times, alternatives = estimated, estimated.caveat(), estimated.alternatives()
 
     host_memory = None
     if "kv_offload_bytes" in options:
@@ -485,6 +494,7 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         features,
         topology,
         _served_model(options, shape, profile),
+        alternatives,
     )
 
 
@@ -506,12 +516,12 @@ def _topology(
     profile: Profile | None,
 ) -> Topology:
     """The engines of each replica."""
-    ranks, has_expert_parallel = options.get("data_parallel_size", 1), options.get("enable_expert_parallel", False)
+    ranks, has_expert_parallel = _data_parallel_size(options, profile), options.get("enable_expert_parallel", False)
     if shape is not None and on is not None:
         has_experts = shape.num_experts > 0
         check_experts_divided(shape, on, ranks if has_experts else 1, has_expert_parallel=has_expert_parallel)
     else:
-        has_experts = has_expert_parallel or (profile is not None and profile.step_time.expert_weights > 0)
+        has_experts = has_expert_parallel or (profile is not None and _has_experts(profile))
     prefill, decode = options.get("prefill_replicas", 0), options.get("decode_replicas", 0)
     transfer, given = None, [name for name in ("kv_transfer_bandwidth", "kv_transfer_latency") if name in options]
     if prefill and decode:
@@ -535,6 +545,18 @@ def _topology(
         transfer=transfer,
         role_routing=ROUTINGS[options.get("routing", "round-robin")],
     )
+
+
+def _data_parallel_size(options: Mapping[str, Any], profile: Profile | None) -> int:
+    of_profile = 1 if profile is None else profile.settings.data_parallel_size
+    size: int = options.get("data_parallel_size", of_profile)
+    return size
+
+
+def _has_experts(profile: Profile) -> bool:
+    """Whether ranks with the profile's step times step together."""
+    settings = profile.settings
+    return settings.is_lockstep if settings.data_parallel_size > 1 else profile.step_time.expert_weights > 0
 
 
 def _topology_text(topology: Topology) -> str:

@@ -19,7 +19,7 @@ from pointsman.cli.simulate import print_setting, setting_as_json, stdout_consol
 from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
-from pointsman.sim.profile import warn_outside
+from pointsman.sim.hull import warn_outside
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
 from pointsman.sim.trial import Judge, Score
@@ -146,9 +146,10 @@ class _Tuned:
             bar.update(num_tried, best)
 
         seed = self._options.get("seed", 0)
+        service, profile = self._service, self._service.profile
         judge = Judge(
             stretches=(*self.parts.train, *self.parts.held_out),
-            step_time=self._service.step_time if self._service.profile is None else self._service.profile.step_time,
+            step_time=service.step_time if profile is None else profile.bounded(profile.step_time),
             targets=self._targets,
             routing=self._service.routing,
             seed=seed,
@@ -233,8 +234,8 @@ class _Tuned:
         notes = [self._service.about_times]
         if found.not_searched:
             notes.append(f"The KV pool is never short, so these have no effect: {', '.join(found.not_searched)}.")
-        if self._service.profile is not None and found.hull is not None:
-            warnings = warn_outside(self._service.profile, found.hull)
+        if self._service.profile is not None and found.seen is not None:
+            warnings = warn_outside(self._service.profile, found.seen)
             notes += [f"{warning[:1].upper()}{warning[1:]}." for warning in warnings]
         judged = found.recommended
         if judged is not None and judged.held_out.num_refused:

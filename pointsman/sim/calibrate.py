@@ -25,15 +25,22 @@ from pointsman.core import ConfigError, KVGroup
 from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
+from pointsman.sim.advice import Lengths, about_open, questions_of
+from pointsman.sim.alternatives import Range, ranges
+from pointsman.sim.bounded import bounded
+from pointsman.sim.contradictions import contradictions
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.features import Features
 from pointsman.sim.fit import Problem, Progress, search_step_times, simulate_log, simulated_times, typical_load
-from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
+from pointsman.sim.hull import Hull, SeenLoads, WatchedStepTime
+from pointsman.sim.outcome import Timings
+from pointsman.sim.profile import EngineSettings, Profile
 from pointsman.sim.speculation import Speculation
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_adapter_share, fit_steps, predict_steps, read_steps
-from pointsman.sim.step_time import RooflineStepTime
+from pointsman.sim.step_time import LinearStepTime, RooflineStepTime
 from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
 
+_OF_ALL = ("errors are those of a fit to the training requests; the profile is fitted to all requests",)
 POOR_FIT = 0.05
 """Mean error of end-to-end times above which the given settings are probably wrong, rather than the fitted step times.
 With correct settings, logs reach 0.02."""
@@ -61,6 +68,8 @@ class Calibration:
     predicted: npt.NDArray[np.float64]
     when: npt.NDArray[np.float64]
     """Seconds at which each request was queued; for steps, the step numbers."""
+    allowed: tuple[Range, ...] = ()
+    """The step times that a log of requests allows, of a few loads that users of the profile ask for."""
 
 
 def calibrate(
@@ -135,21 +144,35 @@ def from_requests(
     trained, others = order[:num_train], order[num_train:]
     features = Features(speculation=speculation)
     features.check(config)
-    problem = Problem(measured, trained, config, features)
+    is_final_of_all = train is None and len(measured) <= 2 * MAX_DEFAULT_TRAIN and not settings.topology.is_lockstep
+    problem = Problem(
+        measured,
+        trained,
+        config,
+        features,
+        others=others if is_final_of_all else others[:0],
+        topology=settings.topology,
+        floor=None if estimate is None else estimate.bound(),
+    )
     guess = None if estimate is None else estimate.to_linear(typical_load(problem))
-    step_time = search_step_times(problem, estimate=guess, num_processes=num_processes, progress=progress)
+    lengths = Lengths.of(measured)
+    questions = questions_of(lengths, settings)
+    found = search_step_times(
+        problem, estimate=guess, questions=questions, num_processes=num_processes, progress=progress
+    )
 
-    watched = WatchedStepTime(step_time)
-    simulate_log(measured, config, watched, awaited=trained, features=features)  # the loads that the fit has seen
+    timings, _ = _simulate(problem, found.trained)
     everything = np.arange(len(measured))
-    timings = simulate_log(measured, config, step_time, features=features)
     predicted = simulated_times(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
+    _, seen = _simulate(problem, found.final, None if is_final_of_all else trained)  # the loads that the fit has seen
     training = RequestErrors.between(predicted[trained], times[trained])
     held_out = RequestErrors.between(predicted[others], times[others])
     profile = Profile(
-        step_time=step_time,
+        step_time=found.final,
+        alternatives=found.alternatives,
+        bound=estimate,
         settings=settings,
-        hull=watched.hull,
+        hull=seen.hull(),
         source=source,
         speculation=speculation,
         kind="requests",
@@ -157,11 +180,33 @@ def from_requests(
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=_notes(settings, training, held_out),
+        notes=[*(_OF_ALL if is_final_of_all else ()), *_notes(times, settings, training, held_out)],
     )
+    allowed = ranges(profile.step_time, profile.alternatives, questions, profile.floor)
+    if settings.topology.is_lockstep:
+        profile.notes.append("the engines step together: no other step times were sought that explain the log as well")
+        allowed = []
+    profile.notes.extend(about_open(profile, allowed, lengths))
     is_training = np.zeros(len(measured), dtype=bool)
     is_training[trained] = True
-    return Calibration(profile, training, held_out, is_training, times.e2e, predicted.e2e, times.queued)
+    return Calibration(profile, training, held_out, is_training, times.e2e, predicted.e2e, times.queued, tuple(allowed))
+
+
+def _simulate(
+    problem: Problem, step_time: LinearStepTime, awaited: npt.NDArray[np.intp] | None = None
+) -> tuple[Timings, SeenLoads]:
+    """Simulate the log until the requests `awaited` have finished; None: all. Returns the times of the requests that
+    have arrived, and the loads of the steps."""
+    watched = WatchedStepTime(bounded(step_time, problem.floor))
+    timings = simulate_log(
+        problem.measured,
+        problem.config,
+        watched,
+        awaited=awaited,
+        features=problem.features,
+        topology=problem.topology,
+    ).timings
+    return timings, watched.seen
 
 
 def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | None = None) -> Calibration:
@@ -183,7 +228,7 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
     profile = Profile(
         step_time=step_time,
         settings=_recorded_settings(log.config, path),
-        hull=Hull.of_loads(log.loads[fitted]),
+        hull=Hull.of_loads(log.loads[fitted], log.seconds[fitted]),
         source=Path(path).name,
         model=log.model,
         speculation=log.speculation,
@@ -282,15 +327,20 @@ def _config(measured: Sequence[MeasuredRequest], settings: EngineSettings, sourc
     return config
 
 
-def _notes(settings: EngineSettings, training: RequestErrors, held_out: RequestErrors) -> list[str]:
-    notes = []
+def _notes(times: Times, settings: EngineSettings, training: RequestErrors, held_out: RequestErrors) -> list[str]:
+    notes = contradictions(times, settings)
     worst = max(training.e2e_mape, held_out.e2e_mape)
     if worst > POOR_FIT:
-        notes.append(
-            f"the fit misses end-to-end times by {worst:.1%} on average: did the engine have other settings than "
-            f"max_num_seqs {settings.max_num_seqs} and max_num_batched_tokens {settings.max_num_batched_tokens}, or "
-            "other load beside these requests?"
+        causes = (
+            "see the setting above"
+            if notes
+            else "the numbers of running requests agree with max_num_seqs, so did the engine have another "
+            f"max_num_batched_tokens than {settings.max_num_batched_tokens}, "
+            f"{'few' if settings.num_blocks is None else 'fewer'} KV blocks (--num-blocks), "
+            f"{'more' if settings.data_parallel_size > 1 else 'several'} engines behind it (--data-parallel-size), "
+            "cached prompts, or other load beside these requests?"
         )
+        notes.append(f"the fit misses end-to-end times by {worst:.1%} on average: {causes}")
     if settings.num_blocks is None:
         notes.append("num_blocks was not given: KV blocks are never short in this fit")
     if settings.max_model_len is None:

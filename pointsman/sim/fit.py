@@ -7,6 +7,8 @@ times of the training requests are compared with the measured ones. Each simulat
     Objective   errors of a simulation, each divided by the error that chance alone would make
     search      every start gets a scale and a few iterations, the best starts more iterations. The start with lowest
                 training error is iterated until that error falls no more
+    refine      fits each form of step times to the steps of the best simulation (`fixed_steps.py`), while that helps
+    alternatives   other step times that explain the log about as well (`alternatives.py`), each judged by a simulation
 
 An iteration is Gauss-Newton with slopes by regression. A step's decision is discrete, so errors jump where coefficients
 move a little, and the difference of two simulations is mostly noise. Each simulation therefore moves all coefficients,
@@ -26,7 +28,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -35,12 +37,16 @@ import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.accuracy import Times
+from pointsman.sim.alternatives import FAR, Prior, Question, find_alternatives, logarithms, with_log_changes
+from pointsman.sim.bounded import bounded
 from pointsman.sim.features import PLAIN, Features
+from pointsman.sim.fixed_steps import FixedSteps, RecordedSteps
 from pointsman.sim.fleet import RoundRobin
 from pointsman.sim.outcome import Timings
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import Simulation
 from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad, StepTime
+from pointsman.sim.topology import ONE_ENGINE, Topology
 from pointsman.traces import MeasuredRequest
 
 FloatArray = npt.NDArray[np.float64]
@@ -111,6 +117,10 @@ the share `CONVERGED` of the cost before it."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
 """Approximate cost of the true step times, caused by chance alone. The last iterations stop at this cost, because a
 lower one would fit noise."""
+MAX_ROUNDS = 4
+"""Maximum number of rounds of `refine`."""
+NOT_WORSE = 1.5
+"""An alternative may have at most `BY_CHANCE` or this multiple of the cost of the fit, whichever is more."""
 MAX_MOVE = 0.4
 """Maximum move of a coefficient when its slope is measured, relative to the coefficient. It limits the move of
 coefficients that hardly change the errors."""
@@ -137,15 +147,27 @@ class Problem:
     config: SchedulerConfig
     features: Features = PLAIN
     """Drafts of the log's engine."""
+    others: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    """Indices of the other requests that the final step times are also fitted to, in the order in which they finished;
+    empty: these are fitted to the training requests alone."""
+    topology: Topology = ONE_ENGINE
+    """The engines behind the log's server, each with this configuration."""
+    floor: StepTime | None = None
+    """The shortest possible step times, see `BoundedStepTime`; None: not known."""
 
     @property
     def end(self) -> float:
         """Time at which the last training request finished."""
-        return self.measured[int(self.train[-1])].last_token
+        return float(max(self.measured[index].last_token for index in self.train.tolist()))
+
+    @property
+    def num_fitted(self) -> int:
+        """Number of requests that the final step times are fitted to."""
+        return len(self.train) + len(self.others)
 
     def with_first_requests(self, num_train: int) -> Problem:
-        """The same problem with the first `num_train` training requests only."""
-        return replace(self, train=self.train[:num_train])
+        """The same problem with the first `num_train` requests of `train` and `others` as training requests."""
+        return replace(self, train=np.concatenate([self.train, self.others])[:num_train], others=self.others[:0])
 
 
 # ---------------------------------------------------------------------- a simulation of the log
@@ -192,8 +214,9 @@ def simulate_log(
     awaited: Indices | None = None,
     until: float = math.inf,
     features: Features = PLAIN,
-) -> Timings:
-    """Simulate the log until all awaited requests have finished. Returns timings with a row for each request."""
+    topology: Topology = ONE_ENGINE,
+) -> Simulation:
+    """Simulate the log until all awaited requests have finished. Its timings have a row for each request."""
     simulation = Simulation(
         LogWorkload(measured, awaited),
         config,
@@ -203,12 +226,41 @@ def simulate_log(
         is_stepping=False,
         seed=0,
         features=features,
+        topology=topology,
     )
     try:
-        return simulation.run(until, None).timings
+        simulation.run(until, None)
     except _Done:
         simulation.timings.close()
-        return simulation.timings
+    return simulation
+
+
+def steps_of_log(problem: Problem, step_time: StepTime) -> FixedSteps:
+    """The steps that lead to the times of the training requests, in a simulation with `step_time`."""
+    timings = simulate_log(
+        problem.measured,
+        problem.config,
+        step_time,
+        awaited=problem.train,
+        features=problem.features,
+        topology=problem.topology,
+    ).timings
+    # The requests of an engine do not depend on those of another, so each engine is simulated alone.
+    engines = []
+    for index in range(problem.topology.num_engines):
+        own = (timings.replica == index).nonzero()[0]
+        recorded = RecordedSteps(step_time)
+        alone = simulate_log(
+            [problem.measured[each] for each in own.tolist()],
+            problem.config,
+            recorded,
+            awaited=np.isin(own, problem.train).nonzero()[0],
+            features=problem.features,
+        )
+        engines.append(recorded.steps([event.end for event in alone.engines[0].timeline.events]))
+    lengths = Times.of([problem.measured[each] for each in problem.train.tolist()]).num_output_tokens
+    times = simulated_times(timings, problem.train, lengths, math.inf)
+    return FixedSteps(engines, timings.replica[problem.train], times)
 
 
 def simulated_times(
@@ -259,16 +311,21 @@ class Objective:
         timings = simulate_log(
             problem.measured,
             problem.config,
-            step_time,
+            bounded(step_time, problem.floor),
             awaited=problem.train,
             until=self._until,
             features=problem.features,
-        )
+            topology=problem.topology,
+        ).timings
         return simulated_times(timings, problem.train, self._times.num_output_tokens, self._until)
 
     def errors(self, step_time: StepTime) -> FloatArray:
         """An array [3 * requests]: errors of end-to-end time, TPOT and TTFT, in multiples of the error from chance."""
-        found, times = self.simulate_times(step_time), self._times
+        return self.errors_of(self.simulate_times(step_time))
+
+    def errors_of(self, found: Times) -> FloatArray:
+        """As `errors`, for simulated times."""
+        times = self._times
         return np.concatenate(
             [
                 (found.e2e - times.e2e) * self._e2e,
@@ -295,8 +352,8 @@ def typical_seconds(problem: Problem) -> float:
 
 
 def typical_load(problem: Problem) -> StepLoad:
-    """Approximate load of a step of the log. Requests outside `train` count as unfinished until the end of the training
-    requests."""
+    """Approximate load of a step of one of the log's engines. Requests outside `train` count as unfinished until the
+    end of the training requests."""
     seconds, end, finished = typical_seconds(problem), problem.end, set(problem.train.tolist())
     arrived = [(index, each) for index, each in enumerate(problem.measured) if each.queued < end] or [
         (0, problem.measured[0])
@@ -304,9 +361,10 @@ def typical_load(problem: Problem) -> StepLoad:
     present = sum((each.last_token if index in finished else end) - each.queued for index, each in arrived)
     prompts = float(sum(each.request.num_prompt_tokens for _, each in arrived))
     outputs = float(np.mean([each.request.num_output_tokens for _, each in arrived]))
-    rows = min(max(present / max(end, seconds), 1.0), float(problem.config.max_num_seqs))
+    end = max(end, seconds) * problem.topology.num_engines
+    rows = min(max(present / end, 1.0), float(problem.config.max_num_seqs))
     prompt = prompts / len(arrived)
-    computed = min(prompts * seconds / max(end, seconds), float(problem.config.max_num_batched_tokens))
+    computed = min(prompts * seconds / end, float(problem.config.max_num_batched_tokens))
     context = rows * (prompt + outputs / 2)
     attended = context + computed * prompt / 2
     return StepLoad(*(math.ceil(part) for part in (rows + computed, rows, context, attended, rows)))
@@ -341,6 +399,17 @@ class Start(NamedTuple):
     at_cost: Slopes | None = None
     """The point with the lowest cost; None: no point has a cost yet."""
 
+    def without_cost(self) -> Start:
+        """This start at its best point, whose cost is not known for other requests."""
+        return self._replace(cost=math.inf, at_cost=None)
+
+    def estimated_minimum(self, limit: float) -> LinearStepTime:
+        """The estimate of the minimum after the last iteration. Where the search has converged, the best point and its
+        improvement estimate the same minimum; their mean is nearer."""
+        assert self.at_cost is not None
+        improved = gauss_newton_point(self._replace(at_cost=self.at_cost._replace(limit=limit)))
+        return log_midpoint(self.at_cost.step_time, improved, self.free_names)
+
     @property
     def free_names(self) -> list[str]:
         """Names of the fitted coefficients."""
@@ -351,26 +420,47 @@ class Start(NamedTuple):
         return np.array([SPREADS[name] for name in self.free_names]) / self.certainty
 
 
-def _logarithms(step_time: LinearStepTime, names: Sequence[str]) -> FloatArray:
-    return np.log([getattr(step_time, name) - (name == "r") for name in names])
-
-
-def with_log_changes(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) -> LinearStepTime:
-    """`step_time` with `changes` added to the logarithms of the coefficients `names`."""
-    logarithms = np.clip(_logarithms(step_time, names) + changes, -60, 60)
-    values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
-    if "r" in values:
-        values["r"] = 1 + min(values["r"], 50)  # 51 is nearly the maximum of both times; a larger power overflows
-    return replace(step_time, **values)
-
-
 def _multiply_seconds(step_time: LinearStepTime, factor: float) -> LinearStepTime:
     return replace(step_time, **{name: factor * getattr(step_time, name) for name in SCALED})
 
 
 def log_midpoint(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
     """The point halfway between two step times, by the logarithms of the coefficients `names`."""
-    return with_log_changes(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
+    return with_log_changes(one, names, (logarithms(other, names) - logarithms(one, names)) / 2)
+
+
+def priors_of(fit: LinearStepTime, steps: FixedSteps, estimate: LinearStepTime | None = None) -> list[Prior]:
+    """The forms of the starts, each at the scale of a fit: with it, all steps together take as long as with the fit.
+
+    Args:
+        fit: step times that explain the log.
+        steps: the steps of the log.
+        estimate: step times from a model and a device; None: not known.
+    """
+    starts = [Start(name, guess, guess) for name, guess in STARTS.items()]
+    if estimate is not None:
+        starts.append(Start("estimate", estimate, estimate, certainty=2.0))
+    seconds = steps.total_seconds(fit)
+    priors = []
+    for start in starts:
+        center = _multiply_seconds(start.prior, seconds / steps.total_seconds(start.prior))
+        spreads = dict(zip(start.free_names, start.prior_spreads().tolist(), strict=True))
+        priors.append(Prior(center, spreads))
+    return priors
+
+
+def likeliest(prior: Prior, steps: FixedSteps, objective: Objective) -> tuple[LinearStepTime, float]:
+    """The step times of a form that explain the log best with fixed steps, and the squared distance from its prior."""
+    from scipy.optimize import least_squares
+
+    found: Any = least_squares(
+        lambda place: np.concatenate([objective.errors_of(steps.times(prior.at(place))), place]),
+        np.zeros(len(prior.spreads)),
+        bounds=(-FAR, FAR),
+        loss="soft_l1",
+        f_scale=SOFT,
+    )
+    return prior.at(found.x), float(found.x @ found.x)
 
 
 def slope_moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
@@ -421,7 +511,7 @@ def gauss_newton_point(start: Start) -> LinearStepTime:
     assert start.at_cost is not None
     point, mean, by_coefficient, limit = start.at_cost
     distance, spreads = (
-        _logarithms(point, start.free_names) - _logarithms(start.prior, start.free_names),
+        logarithms(point, start.free_names) - logarithms(start.prior, start.free_names),
         start.prior_spreads(),
     )
     jacobian = np.concatenate([by_coefficient, np.diag(1 / spreads)])
@@ -439,18 +529,32 @@ def gauss_newton_point(start: Start) -> LinearStepTime:
 # ---------------------------------------------------------------------- the search
 
 
+class Found(NamedTuple):
+    """Result of a search."""
+
+    trained: LinearStepTime
+    """Step times that are fitted to the training requests, to be judged by the others."""
+    final: LinearStepTime
+    """Step times that are fitted to all requests, or to the training requests if `Problem.others` is empty."""
+    alternatives: tuple[LinearStepTime, ...]
+    """Other step times that explain the requests of `final` about as well; none are sought for engines that step
+    together."""
+
+
 def search_step_times(
     problem: Problem,
     *,
     estimate: LinearStepTime | None = None,
+    questions: Sequence[Question] = (),
     num_processes: int | None = None,
     progress: Progress | None = None,
-) -> LinearStepTime:
-    """Search from every start. Returns the step times with the lowest training error.
+) -> Found:
+    """Search from every start for the step times with the lowest training error, and for their alternatives.
 
     Args:
         problem: the log and its training requests.
         estimate: an additional start, from a model and a device; it is trusted more than the other starts.
+        questions: the loads whose step times the alternatives span; none: there are no alternatives.
         num_processes: number of parallel simulations; None: one for each CPU.
         progress: see `Progress`.
     """
@@ -459,6 +563,7 @@ def search_step_times(
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
     num_first, num_more, num_late = _plan_iterations(problem)
     max_simulations = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
+    max_simulations += (2 + len(starts)) * MAX_ROUNDS * len(starts)
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
         max_simulations += sum(sorted(len(hadamard_rows(len(each.free_names), False)) for each in starts)[-num_kept:])
     with _Simulations(problem, num_processes or os.cpu_count() or 1, max_simulations, progress) as simulations:
@@ -467,7 +572,7 @@ def search_step_times(
             starts = simulations.iterate_starts(starts, num_first, width, limit, is_folded=False)
             starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
         if num_first < len(problem.train):  # costs over different requests are not comparable
-            starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
+            starts = [start.without_cost() for start in starts]
         for width, limit in MORE[-num_more:]:
             starts = simulations.iterate_starts(starts, len(problem.train), width, limit, is_folded=True)
         chosen = min(starts, key=lambda start: start.cost)
@@ -476,23 +581,23 @@ def search_step_times(
             before = chosen.cost
             [chosen] = simulations.iterate_starts([chosen], len(problem.train), width, limit, is_folded=True)
             num_late -= 1
-    best = chosen.at_cost
-    assert best is not None
-    # Where the search has converged, the best point and its improvement estimate the same minimum; their mean is
-    # nearer.
-    return log_midpoint(
-        best.step_time, gauss_newton_point(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free_names
-    )
+        trained = final = chosen.estimated_minimum(limit)
+        alternatives: tuple[LinearStepTime, ...] = ()
+        if not problem.topology.is_lockstep:  # their steps are not those of engines alone, as `steps_of_log` has them
+            trained = final = simulations.refine(trained, len(problem.train), estimate)
+            if len(problem.others):
+                final = simulations.refine(trained, problem.num_fitted, estimate)
+            if questions:
+                alternatives = simulations.find_alternatives(final, questions, estimate)
+    return Found(trained, final, alternatives)
 
 
 def _plan_iterations(problem: Problem) -> tuple[int, int, int]:
     """(number of training requests on which starts are tried, number of iterations of the best starts, maximum number
     of further iterations of the best start)."""
-    seconds = typical_seconds(problem)
     ends = np.array([problem.measured[index].last_token for index in problem.train])
-    steps = np.minimum(
-        ends / seconds, np.cumsum([problem.measured[index].request.num_output_tokens + 1 for index in problem.train])
-    )
+    tokens = np.cumsum([problem.measured[index].request.num_output_tokens + 1 for index in problem.train])
+    steps = np.minimum(ends * problem.topology.num_engines / typical_seconds(problem), tokens)
     num_first = min(len(ends), max(MIN_FIRST, int(np.searchsorted(steps, FIRST_STEPS))))
     num_runs = MORE_STEPS / max(float(steps[-1]), 1.0)
     num_more, num_late = int(num_runs / (2 * MAX_RUNS)), int(num_runs / MAX_RUNS)
@@ -511,6 +616,12 @@ def _init_fit_worker(problem: Problem) -> None:
 def _candidate_errors(step_time: LinearStepTime, num_train: int) -> FloatArray:
     assert _problem is not None
     return Objective(_problem, num_train).errors(step_time)
+
+
+def _candidate_cost(step_time: LinearStepTime, num_train: int) -> float:
+    assert _problem is not None
+    objective = Objective(_problem, num_train)
+    return objective.cost(objective.errors(step_time))
 
 
 def _candidate_excess(step_time: LinearStepTime, num_train: int) -> float:
@@ -592,6 +703,58 @@ class _Simulations:
                 start = start._replace(at_cost=start.at_cost._replace(limit=start.at_cost.limit / 3))
             improved.append(start._replace(step_time=gauss_newton_point(start)))
         return improved
+
+    def refine(self, point: LinearStepTime, count: int, estimate: LinearStepTime | None) -> LinearStepTime:
+        """Step times that explain the first `count` requests of `train` and `others` better than `point`, if there are
+        any. Each round fits every form of step times to the fixed steps of the best point so far."""
+        problem, objective = self._problem.with_first_requests(count), Objective(self._problem, count)
+        [cost] = self._run_at_points(_candidate_cost, [point], count)
+        for _ in range(MAX_ROUNDS):
+            steps = self._steps(problem, point)
+            found = [likeliest(prior, steps, objective) for prior in priors_of(point, steps, estimate)]
+            costs = self._run_at_points(_candidate_cost, [each for each, _ in found], count)
+            scores = [each * count + distance for each, (_, distance) in zip(costs, found, strict=True)]
+            best = min(range(len(found)), key=scores.__getitem__)
+            if costs[best] >= cost:
+                break
+            is_converged = costs[best] > CONVERGED * cost
+            point, cost = found[best][0], costs[best]
+            if is_converged:
+                break
+        return point
+
+    def _steps(self, problem: Problem, step_time: LinearStepTime) -> FixedSteps:
+        steps = steps_of_log(problem, bounded(step_time, problem.floor))
+        steps.set_floor(problem.floor)
+        return steps
+
+    def find_alternatives(
+        self, fit: LinearStepTime, questions: Sequence[Question], estimate: LinearStepTime | None
+    ) -> tuple[LinearStepTime, ...]:
+        """Alternatives to the final fit that simulations of the log do not contradict."""
+        count = self._problem.num_fitted
+        problem, objective = self._problem.with_first_requests(count), Objective(self._problem, count)
+        steps = self._steps(problem, fit)
+        [cost] = self._run_at_points(_candidate_cost, [fit], count)
+        limit = max(BY_CHANCE, NOT_WORSE * cost)
+
+        def are_good(points: Sequence[LinearStepTime]) -> list[bool]:
+            costs = self._run_at_points(_candidate_cost, list(points), count)
+            return [each <= limit for each in costs]
+
+        own = Start("fit", fit, fit)
+        priors = [
+            *priors_of(fit, steps, estimate),
+            Prior(fit, dict(zip(own.free_names, own.prior_spreads().tolist(), strict=True))),
+        ]
+        return find_alternatives(
+            fit,
+            questions,
+            priors,
+            lambda step_time: 2 * BY_CHANCE / limit * objective.cost(objective.errors_of(steps.times(step_time))),
+            floor=problem.floor,
+            are_good=are_good,
+        )
 
     def _run_at_points(
         self, function: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int

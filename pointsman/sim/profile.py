@@ -1,7 +1,7 @@
 """Profiles: JSON files with step times that were fitted to a log, a description of the log, and prediction errors.
 
-The hull of a profile has the minimum and maximum, in the log, of each field of a step's load (`StepLoad`). Step times
-of loads outside the hull are extrapolated; `warn_outside` reports where a simulation leaves the hull.
+Step times of loads outside the hull (`hull.py`) of a profile's log are extrapolated. What the log leaves open is in
+`alternatives`: other step times that explain the log about equally well.
 """
 
 from __future__ import annotations
@@ -14,32 +14,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pointsman.core import ConfigError, KVGroup, SchedulerConfig
 from pointsman.core.recording import check_num_blocks
 from pointsman.files import MAX_MESSAGE, read_input, represented, shown
+from pointsman.sim.bounded import bounded
+from pointsman.sim.devices import Device
 from pointsman.sim.errors import CalibrationError, SimulationError
 from pointsman.sim.features import Features
+from pointsman.sim.hull import Hull
+from pointsman.sim.model import ModelShape, Quantization
 from pointsman.sim.speculation import Speculation
-from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
+from pointsman.sim.step_time import LinearStepTime, RooflineStepTime, StepLoad, StepTime
+from pointsman.sim.topology import Topology
 from pointsman.traces import MAX_TOKENS
 from pointsman.version import __version__
 
 FORMAT = "pointsman-profile"
-FORMAT_VERSION = 1
-
-PARTS = {
-    "num_tokens": "tokens in a step",
-    "num_rows": "requests in a step",
-    "num_context_tokens": "positions read in a step",
-    "num_attended": "positions attended to in a step",
-    "num_samples": "sampled tokens in a step",
-}
-"""Names, in messages, of the fields of a step's load (`StepLoad`)."""
-MIN_DISTANCE = 0.01
-"""A load causes a warning if it is below the log's smallest load by more than this share of the log's largest load."""
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Version 1 has no alternatives, no bound and one engine, and its hull has the minimum and maximum of each field."""
 
 
 _OF_SPECULATION = ("acceptance", "proposal")
@@ -68,6 +61,10 @@ class EngineSettings:
     """Maximum number of different adapters in a step; 0: no adapters."""
     prefill_interval: int = 1
     """Steps from a step that computes prompts to the next one, while requests decode."""
+    data_parallel_size: int = 1
+    """Number of engines behind the server, each with these settings (vLLM's `--data-parallel-size`)."""
+    is_lockstep: bool = False
+    """Whether these engines step together, as those of a mixture of experts."""
 
     def config(self, longest: int, num_requests: int) -> SchedulerConfig:
         """The configuration of vLLM's scheduler with these settings.
@@ -98,62 +95,12 @@ class EngineSettings:
             enable_prefix_caching=False,
         )
 
-
-# ---------------------------------------------------------------------- the hull
-
-
-class Hull:
-    """The minimum and maximum of each field of a step's load (`StepLoad`); empty at first."""
-
-    __slots__ = ("ranges",)
-
-    def __init__(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> None:
-        self.ranges: dict[str, tuple[int, int]] = dict(ranges or {})
-        """(minimum, maximum) of each field of `StepLoad`, by its name."""
-
-    def __eq__(self, other: object) -> bool:
-        return self.ranges == other.ranges if isinstance(other, Hull) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it is mutable
-
-    def add_load(self, load: StepLoad) -> None:
-        """Extend this hull to contain a load."""
-        for part, value in zip(StepLoad._fields, load, strict=True):
-            low, high = self.ranges.get(part, (value, value))
-            self.ranges[part] = (min(low, value), max(high, value))
-
-    def add_hull(self, other: Hull) -> None:
-        """Extend this hull to contain another hull."""
-        for part, (low, high) in other.ranges.items():
-            known = self.ranges.get(part, (low, high))
-            self.ranges[part] = (min(low, known[0]), max(high, known[1]))
-
-    @classmethod
-    def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
-        """The hull of an array of loads, [steps, fields of `StepLoad`]."""
-        hull = cls()
-        hull.add_load(StepLoad(*map(int, loads.min(axis=0))))
-        hull.add_load(StepLoad(*map(int, loads.max(axis=0))))
-        return hull
-
-
-class WatchedStepTime:
-    """Step times that record the hull of the loads for which they are called."""
-
-    def __init__(self, step_time: StepTime) -> None:
-        self._step_time = step_time
-        self.hull = Hull()
-
-    def of_step(self, load: StepLoad) -> float:
-        self.hull.add_load(load)
-        return self._step_time.of_step(load)
-
-    def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> npt.NDArray[np.float64]:
-        if num_steps:
-            last = num_context_tokens + (num_steps - 1) * num_rows
-            self.hull.add_load(StepLoad(num_rows, num_rows, num_context_tokens, num_context_tokens, num_rows))
-            self.hull.add_load(StepLoad(num_rows, num_rows, last, last, num_rows))
-        return self._step_time.of_decodes(num_rows, num_context_tokens, num_steps)
+    @property
+    def topology(self) -> Topology:
+        """The engines behind the server."""
+        return Topology(
+            data_parallel_size=self.data_parallel_size, is_lockstep=self.is_lockstep and self.data_parallel_size > 1
+        )
 
 
 # ---------------------------------------------------------------------- the profile
@@ -164,6 +111,11 @@ class Profile:
     """Step times of a model on a device, fitted to a log."""
 
     step_time: LinearStepTime
+    """The step times that explain the log best."""
+    alternatives: tuple[LinearStepTime, ...] = ()
+    """Other step times that explain the log about equally well. They span what the log leaves open."""
+    bound: RooflineStepTime | None = None
+    """The model and device of the engine: no step is faster than `bound.bound()`. None: not known."""
     settings: EngineSettings
     hull: Hull
     source: str
@@ -190,6 +142,15 @@ class Profile:
     notes: list[str] = field(default_factory=list)
     """Assumptions, as sentences."""
 
+    def bounded(self, step_time: LinearStepTime) -> StepTime:
+        """`step_time`, one of this profile's, as simulations use it: no step is faster than the bound."""
+        return bounded(step_time, self.floor)
+
+    @property
+    def floor(self) -> StepTime | None:
+        """The shortest possible step times; None: not known."""
+        return None if self.bound is None else self.bound.bound()
+
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON; `from_dict` reads them."""
         return {
@@ -202,6 +163,8 @@ class Profile:
             "num_requests": self.num_requests,
             "num_train": self.num_train,
             "step_time": self.step_time.to_dict(),
+            "alternatives": [each.to_dict() for each in self.alternatives],
+            "bound": None if self.bound is None else _bound_to_dict(self.bound),
             "settings": asdict(self.settings),
             "speculation": None
             if self.speculation is None
@@ -225,14 +188,16 @@ class Profile:
             raise CalibrationError(
                 f"format is {values.get('format')!r}, not {FORMAT!r}; use a file of pointsman calibrate"
             )
-        if values.get("format_version") != FORMAT_VERSION:
+        if values.get("format_version") not in READABLE_VERSIONS:
             raise CalibrationError(
-                f"format_version is {values.get('format_version')!r}; this library reads version {FORMAT_VERSION}: "
-                "calibrate again"
+                f"format_version is {values.get('format_version')!r}; this library reads versions "
+                f"{' and '.join(map(str, READABLE_VERSIONS))}: calibrate again"
             )
         try:
             return cls(
                 step_time=LinearStepTime.from_dict(values["step_time"]),
+                alternatives=tuple(map(LinearStepTime.from_dict, values.get("alternatives", ()))),
+                bound=_read_bound(values.get("bound")),
                 settings=_read_settings(values["settings"]),
                 hull=Hull({part: _read_range(part, values["hull"][part]) for part in StepLoad._fields}),
                 source=str(values["source"]),
@@ -281,28 +246,30 @@ def load_profile(path: str | PathLike[str]) -> Profile:
         raise CalibrationError(f"{path}: {shown(str(error), MAX_MESSAGE)}") from None
 
 
-def warn_outside(profile: Profile, hull: Hull) -> list[str]:
-    """One sentence for each field of `StepLoad` in which a simulation leaves the hull of the profile's log.
-
-    Args:
-        profile: the profile whose step times were used.
-        hull: the hull of the simulation, see `WatchedStepTime`.
-    """
-    warnings = []
-    for part, (low, high) in hull.ranges.items():
-        known_low, known_high = profile.hull.ranges[part]
-        if high > known_high:
-            warnings.append(_outside_warning(PARTS[part], "up to", high, "at most", known_high, profile.source))
-        # The smallest steps of two runs differ by chance, so the distance is relative to the whole range.
-        if known_low - low > MIN_DISTANCE * known_high:
-            warnings.append(_outside_warning(PARTS[part], "down to", low, "at least", known_low, profile.source))
-    return warnings
+def _bound_to_dict(bound: RooflineStepTime) -> dict[str, Any]:
+    return {
+        "model": asdict(bound.shape),
+        "device": {**asdict(bound.device), "peak_flops": dict(bound.device.peak_flops)},
+        "tensor_parallel": bound.tensor_parallel,
+        "data_parallel": bound.data_parallel,
+        "has_expert_parallel": bound.has_expert_parallel,
+        "kv_dtype_bytes": bound.kv_dtype_bytes,
+    }
 
 
-def _outside_warning(part: str, direction: str, value: int, bound: str, limit: int, source: str) -> str:
-    return (
-        f"{part} go {direction} {value:,}, and the part of {source} that was fitted has {bound} {limit:,}: step times "
-        "there are extrapolated, calibrate with a log of such a load"
+def _read_bound(values: Any) -> RooflineStepTime | None:
+    if values is None:
+        return None
+    shape = dict(values["model"])
+    if shape["quantization"] is not None:
+        shape["quantization"] = Quantization(**shape["quantization"])
+    return RooflineStepTime(
+        shape=ModelShape(**shape),
+        device=Device(**values["device"]),
+        tensor_parallel=_read_count("tensor_parallel", values["tensor_parallel"]),
+        data_parallel=_read_count("data_parallel", values["data_parallel"]),
+        has_expert_parallel=bool(values["has_expert_parallel"]),
+        kv_dtype_bytes=float(values["kv_dtype_bytes"]),
     )
 
 
@@ -311,7 +278,7 @@ def _read_settings(values: Mapping[str, Any]) -> EngineSettings:
     if unknown := sorted(set(values) - known):
         raise CalibrationError(f"no setting is called {unknown[0]!r}; known are {', '.join(sorted(known))}")
     for name, value in values.items():
-        if name == "async_scheduling":
+        if name in ("async_scheduling", "is_lockstep"):
             if not isinstance(value, bool):
                 raise CalibrationError(f"setting {name} is {value!r}; it must be true or false")
         elif name == "kv_groups":

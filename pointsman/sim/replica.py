@@ -62,6 +62,8 @@ MIN_SECONDS = 1e-9
 """Minimum seconds of a step in an estimate of the number of steps until a time."""
 MAX_BUILT = 2**24
 """Maximum length of a prompt that is built although it is too long for the model, so that the scheduler refuses it."""
+NoteDecodes = Callable[[int, int, int, float], None]
+"""Function of step times that gets the decodes that have happened; see `WatchedStepTime.note_decodes`."""
 _ROWS = 64
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
@@ -77,6 +79,8 @@ class _Decodes(NamedTuple):
     """Batch rows of the running requests."""
     num_left: Int64Array
     """For each row, the number of tokens that its request has yet to generate."""
+    num_context_tokens: int
+    """Number of positions that the rows read in the first step."""
 
     def cut_before(self, time: float) -> _Decodes:
         """The run with only the steps that begin before `time`, at least one."""
@@ -219,6 +223,7 @@ class Replica:
         """End of the replica's last event, in seconds."""
         self.config = config
         self._step_time = step_time
+        self._note_decodes: NoteDecodes | None = getattr(step_time, "note_decodes", None)
         self._timings = timings
         self._max_in_flight = config.max_steps_in_flight
         self._events = self.timeline.events
@@ -414,7 +419,7 @@ class Replica:
         np.add.accumulate(seconds, 0, None, times[1:])
         end = times.item(num_steps)
         self._decode_seconds = max(end - times.item(num_steps - 1), MIN_SECONDS)
-        return _Decodes(end, times, decodes.rows, decodes.num_left)
+        return _Decodes(end, times, decodes.rows, decodes.num_left, decodes.num_context_tokens)
 
     def guaranteed_decodes(self, num_steps: int) -> Decodes | None:
         """At most `num_steps` guaranteed plain decodes, up to the first request that ends; None: there are none."""
@@ -437,7 +442,8 @@ class Replica:
 
     def plan_decodes_at(self, times: FloatArray, decodes: Decodes) -> None:
         """Plan guaranteed decodes as the next event. `times`: start of the run and end of each step, [steps + 1]."""
-        self._planned = _Decodes(times.item(len(times) - 1), times, decodes.rows, decodes.num_left)
+        end = times.item(len(times) - 1)
+        self._planned = _Decodes(end, times, decodes.rows, decodes.num_left, decodes.num_context_tokens)
 
     def plan_step_at(self, begin: float, end: float, output: SchedulerOutput) -> None:
         """Plan a scheduled step as the next event."""
@@ -565,8 +571,10 @@ class Replica:
             self.scheduler.propose(output, self._filler[rows].repeat(counts), counts, self.now)
 
     def _finish_decodes(self, planned: _Decodes) -> list[int]:
-        scheduler, (_, times, rows, num_left) = self.scheduler, planned
+        scheduler, (_, times, rows, num_left, context) = self.scheduler, planned
         num_steps, num_rows = len(times) - 1, len(rows)
+        if self._note_decodes is not None:
+            self._note_decodes(num_rows, context, num_steps, planned.end - times.item(0))
         tokens = last = self._filler[rows]
         is_over = num_left == num_steps
         if np.count_nonzero(is_over):

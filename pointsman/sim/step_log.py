@@ -293,7 +293,7 @@ def fit_adapter_share(loads: FloatArray, seconds: FloatArray, has_adapters: Bool
 
 def predict_steps(step_time: LinearStepTime, loads: FloatArray) -> FloatArray:
     """Predicted seconds of each step."""
-    return np.array([step_time.of_step(StepLoad(*map(int, load))) for load in loads])
+    return step_time.of_loads(loads)
 
 
 def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArray) -> StepErrors:

@@ -30,8 +30,9 @@ import numpy.typing as npt
 from pointsman.core import SchedulerConfig
 from pointsman.sim.devices import device
 from pointsman.sim.errors import CalibrationError, UnknownName
+from pointsman.sim.hull import WatchedStepTime
 from pointsman.sim.memory import num_kv_blocks
-from pointsman.sim.profile import EngineSettings, Profile, WatchedStepTime
+from pointsman.sim.profile import EngineSettings, Profile
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime, StepLoad, StepTime
@@ -389,7 +390,7 @@ def calibrate_runs(
     profile = Profile(
         step_time=fit.step_time,
         settings=trained.settings[0],
-        hull=watched.hull,
+        hull=watched.seen.hull(),
         source=source,
         model=problem.estimate.shape.name,
         kind="runs",

@@ -16,7 +16,7 @@ from pointsman.core import SchedulerConfig
 from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
-from pointsman.sim.profile import Hull, WatchedStepTime
+from pointsman.sim.hull import SeenLoads, WatchedStepTime
 from pointsman.sim.report.intervals import Draws, estimate_distribution
 from pointsman.sim.report.summary import Targets, meets_targets
 from pointsman.sim.simulator import Outcome, Progress, simulate
@@ -37,7 +37,7 @@ class Job:
     stretch: int
     """Index into the stretches of the judge."""
     is_watched: bool = False
-    """Whether to record the hull of the loads of the simulation's steps."""
+    """Whether to record the loads of the simulation's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Sample:
     """Maximum share of a replica's blocks that requests held at one time."""
     num_preemptions: int
     num_refused: int
-    hull: Hull | None
-    """Hull of the loads of the simulation's steps; None: not recorded."""
+    seen: SeenLoads | None
+    """Loads of the simulation's steps; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Judge:
             ),
             num_preemptions=sum(stats.num_preemptions for stats in outcome.stats),
             num_refused=len(outcome.refused),
-            hull=None if watched is None else watched.hull,
+            seen=None if watched is None else watched.seen,
         )
 
 

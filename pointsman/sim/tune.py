@@ -26,7 +26,7 @@ from typing import Any
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.policy.registry import check_policies
 from pointsman.sim.errors import ModelTooLarge, SimulationError
-from pointsman.sim.profile import Hull
+from pointsman.sim.hull import SeenLoads
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import Parts
 from pointsman.sim.trial import Job, Sample, Score, combine_samples, target_margin
@@ -100,8 +100,8 @@ class Tuning:
     """(setting, trial) of the trials that differ from the chosen one in one setting, by one value in its list."""
     not_searched: list[str] = field(default_factory=list)
     """Settings that make no difference because the KV pool is never short of blocks."""
-    hull: Hull | None = None
-    """Hull of the loads in the steps of the chosen trial, on the held-out part."""
+    seen: SeenLoads | None = None
+    """Loads of the steps of the chosen trial, on the held-out part."""
     is_complete: bool = False
 
     @property
@@ -316,10 +316,10 @@ class _Tuner:
             for trial, at in zip(trials, range(0, len(samples), size), strict=True)
         ]
         self.found.judged, self.found.judged_defaults = judged[0], judged[-1]
-        self.found.hull = Hull()
+        self.found.seen = SeenLoads()
         for sample in samples[:size]:
-            if sample.hull is not None:
-                self.found.hull.add_hull(sample.hull)
+            if sample.seen is not None:
+                self.found.seen.add(sample.seen)
 
     # ------------------------------------------------------------------ points
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pointsman.cli.simulation import service_of_options
 from pointsman.sim import calibrate as calibration
 from pointsman.sim import fit
 from pointsman.sim.profile import load_profile
@@ -37,10 +40,10 @@ def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None
     """Replaces the search for step times: it returns the true ones. Yields the arguments of all its calls."""
     given: list[fit.Problem] = []
 
-    def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> LinearStepTime:
+    def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> fit.Found:
         given.append(problem)
         estimates.append(estimate)
-        return SMALL
+        return fit.Found(SMALL, SMALL, ())
 
     monkeypatch.setattr(calibration, "search_step_times", found)
     return given
@@ -114,6 +117,42 @@ def test_calibrate_estimates_pool_and_step_times_from_model_and_device(
     assert estimates[2] is None
 
 
+def test_a_profile_has_the_data_parallel_engines_of_its_log(
+    pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    given = ("calibrate", log, *OPTIONS, "--data-parallel-size", 3, "--output", path)
+    pointsman(*given)
+    assert (known[0].topology.num_engines, known[0].topology.is_lockstep) == (3, False)
+    assert "rank 2 " in pointsman("simulate", "--trace", log, "--profile", path).out
+    assert service_of_options({"profile": str(path)}, None).topology == known[0].topology
+    assert service_of_options({"profile": str(path), "data_parallel_size": 1}, None).topology.num_engines == 1
+    pointsman(*given, "--enable-expert-parallel")
+    assert known[1].topology.is_lockstep and load_profile(path).settings.is_lockstep
+    assert service_of_options({"profile": str(path)}, None).topology == known[1].topology
+    pointsman(*given, "--model", "Qwen3-30B-A3B", "--device", "h200")
+    bound = load_profile(path).bound
+    assert known[2].topology.is_lockstep and bound is not None and bound.data_parallel == 3
+
+
+def test_calibrate_prints_what_the_log_allows_and_what_to_record(
+    pointsman: Callable[..., Any], log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = replace(SMALL, per_step=3 * SMALL.per_step)
+    monkeypatch.setattr(calibration, "search_step_times", lambda *_, **__: fit.Found(SMALL, SMALL, (slow,)))
+    path = tmp_path / "profile.json"
+    printed = pointsman("calibrate", log, *OPTIONS, "--output", path).out
+    assert re.search(r"one request decodes +8\.\d+ +8\.\d+ to 24\.\d", printed)
+    text = " ".join(printed.split())
+    assert "note: the log leaves open how long these steps take: one request decodes, 8." in text
+    assert "note: ten minutes of this load would tell: vllm bench serve --model MODEL --dataset-name random" in text
+    assert load_profile(path).alternatives == (slow,)
+    found = pointsman("calibrate", log, *OPTIONS, "--json").json_lines[-1]
+    assert found["allowed"][0]["step"] == "one request decodes"
+    assert found["allowed"][0]["high"] > 2 * found["allowed"][0]["low"]
+    assert found["alternatives"] == [slow.to_dict()]
+
+
 @pytest.mark.long
 def test_calibrate_draws_a_plot_of_the_errors(
     pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path
@@ -136,6 +175,7 @@ def test_calibrate_refuses_wrong_files_and_options_in_one_line(
         (["calibrate", log, "--model", "Llama-3.1-8B"], "--model has no effect without --device; give both"),
         (["calibrate", log, "--device", "h100"], "--device has no effect without --model; give both"),
         (["calibrate", log, "--model", "Llama-3.1-70B", "--device", "h100"], "Llama-3.1-70B needs"),
+        (["calibrate", log, "--data-parallel-size", 0], "--data-parallel-size is 0; it must be at least 1"),
         (["calibrate", log, "--tensor-parallel", 2], "--tensor-parallel has no effect without --model"),
         (["calibrate", log, "--gpu-memory-utilization", 0.5], "only serves to estimate --num-blocks"),
     ):
@@ -213,7 +253,7 @@ def test_two_processes_fit_the_same_step_times_as_one_process(monkeypatch: pytes
     problem = fit.Problem(measured, order[:10], calibration.EngineSettings().config(10_000, 20))
     reports: list[tuple[int, int]] = []
     one = fit.search_step_times(problem, num_processes=1)
-    assert one.per_step > 0
+    assert one.final.per_step > 0
     two = fit.search_step_times(problem, num_processes=2, progress=lambda done, most: reports.append((done, most)))
     assert one == two
     done, most = reports[-1]

@@ -11,7 +11,8 @@ import pytest
 from pointsman.cli.capacity import _is_missed_by_gaps
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.sim.capacity import Probe
-from pointsman.sim.profile import EngineSettings, Hull, Profile
+from pointsman.sim.hull import Hull
+from pointsman.sim.profile import EngineSettings, Profile
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.step_time import LinearStepTime, StepLoad
 from tests.cli.conftest import Finished
@@ -23,9 +24,7 @@ SMALL = ("--requests", 50, "--tolerance", 0.2)
 
 def profile(max_rows: int) -> Profile:
     """A profile of a log with at most this number of requests at a time."""
-    hull = Hull()
-    hull.add_load(StepLoad(1, 1, 1, 1, 0))
-    hull.add_load(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
+    hull = Hull.of_loads([StepLoad(1, 1, 1, 1, 0), StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows)])
     return Profile(
         step_time=LinearStepTime(per_step=8e-3, per_token=6e-5),
         settings=EngineSettings(num_blocks=3000, max_model_len=10_000, async_scheduling=False),
@@ -76,9 +75,9 @@ def test_capacity_warns_if_its_result_exceeds_the_profiled_loads(pointsman: Run,
     saved = profile(max_rows=4)
     saved.save(tmp_path / "profile.json")
     given = ("capacity", *SMALL, "--ttft-target", "1s", "--profile", tmp_path / "profile.json")
-    assert "Requests in a step go up to " in words(pointsman(*given))
+    assert re.search(r"% of the simulated time has more requests in a step than its 4,", words(pointsman(*given)))
     (found,) = pointsman(*given, "--json").json_lines
-    assert any(note.startswith("Positions read in a step go up to ") for note in found["notes"])
+    assert any("more positions read in a step than its 4,000" in note for note in found["notes"])
     profile(max_rows=100_000).save(tmp_path / "profile.json")
     assert "extrapolated" not in words(pointsman(*given))
 

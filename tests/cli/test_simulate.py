@@ -79,8 +79,9 @@ def test_simulate_warns_about_loads_beyond_the_profile(pointsman: Run, trace: Pa
     profile(max_rows=1).save(tmp_path / "profile.json")
     given = ("simulate", "--trace", trace, "--profile", tmp_path / "profile.json", "--rate", 50, "--json")
     notes = report(pointsman(*given))["notes"]
-    assert any(note.startswith("Requests in a step go up to ") for note in notes)
-    assert any(note.startswith("Positions read in a step go up to ") for note in notes)
+    (note,) = [note for note in notes if note.startswith("Step times are extrapolated beyond those of log.jsonl: ")]
+    assert "% of the simulated time has more requests in a step than its 1, " in note
+    assert "% of the simulated time has more positions read in a step than its 1,000" in note
     profile(max_rows=1000).save(tmp_path / "profile.json")
     assert not any("extrapolated" in note for note in report(pointsman(*given))["notes"])
 

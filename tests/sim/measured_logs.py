@@ -74,7 +74,8 @@ def measured_log(
     ]
     config = settings.config(int((prompts + outputs).max()), num_requests)
     features = Features(speculation=speculation)
-    timings = simulate_log(sent, config, NoisyStepTime(step_time, noise, seed), features=features)
+    noisy = NoisyStepTime(step_time, noise, seed)
+    timings = simulate_log(sent, config, noisy, features=features, topology=settings.topology).timings
     return tuple(
         replace(each, first_token=first, last_token=last)
         for each, first, last in zip(sent, timings.first_token.tolist(), timings.last_token.tolist(), strict=True)

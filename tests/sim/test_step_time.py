@@ -375,3 +375,20 @@ def test_near_returns_a_linear_step_time_close_to_the_roofline(shape: ModelShape
         StepLoad.of_rows([(500, 1)] * 100 + [(0, 500)]),
     ):
         assert model.to_linear(typical).of_step(load) == pytest.approx(model.of_step(load), rel=0.05)
+
+
+def test_seconds_of_an_array_of_loads_are_those_of_each_load() -> None:
+    loads = [
+        StepLoad.of_rows([(400, 1), (90, 1)]),
+        StepLoad.of_rows([(400, 1), (0, 300), (256, 256)], num_samples=2),
+        StepLoad.of_rows([(400, 4), (90, 4)], num_samples=8),  # verifies drafts
+    ]
+    base = LinearStepTime(per_step=4e-3, per_row=1e-4, per_token=3e-5, per_context_token=2e-7, per_attended=3e-9)
+    for step_time in (
+        base,
+        replace(base, expert_weights=5e-3, expert_share=0.06, r=4.0, per_prefill=2e-3, per_sample=1e-5),
+        replace(base, fill_tokens=500.0, decode_tokens=64.0, host_overhead=9e-3, asynchronous=True),
+        replace(base, host_overhead=1e-3),
+    ):
+        expected = [step_time.of_step(load) for load in loads]
+        np.testing.assert_allclose(step_time.of_loads(np.array(loads, dtype=np.float64)), expected, rtol=1e-12)
