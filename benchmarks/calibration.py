@@ -5,14 +5,15 @@ validation runs have longer prompts, shorter outputs and another rate. They alte
 run becomes a profile, as `pointsman calibrate` makes it, and the simulator predicts the validation run that follows it:
 the same arrivals and lengths, under the settings in the recording.
 
-Throughput and p50 of TTFT and ITL must be within 10 % of the measurement, p99 within 25 %, or within 1.5 times the
-spread of the five validation runs, whichever is more: a machine whose own runs differ cannot be predicted better. The
-error is the median over the pairs. Rates are shares of the engine's maximum, measured first, so that a fast machine and
-a slow one are equally busy. Near their limit a queue would magnify every error.
+Throughput, mean end-to-end time, p50 of TTFT and p50 of ITL must be within 10 % of the measurement, p99 within 25 %, or
+within 1.5 times the spread of the five validation runs, whichever is more: a machine whose own runs differ cannot be
+predicted better. The error is the median over the pairs. Rates are shares of the engine's maximum, measured first, so
+that a fast machine and a slow one are equally busy. Near their limit a queue would magnify every error.
 
 Both engines are stepped by their client, in one process: nothing lies between it and the scheduler, as in the
 simulator.
-vLLM's is another process (`_vllm_calibration_worker.py`), and `Observer` records.
+vLLM's is another process (`_vllm_calibration_worker.py`), and `Observer` records. It runs three times: plainly; with
+n-gram drafts, whose acceptance the recording shows; and with a model of which most layers attend within a window.
 
     python benchmarks/calibration.py --check
 """
@@ -37,6 +38,7 @@ from vllm_env import VLLM_VERSION, is_complete
 from pointsman.core import SchedulerConfig
 from pointsman.core.recording import Recorder
 from pointsman.sim.calibrate import calibrate_steps
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_log import StepLog, observed_steps, read_steps
 from pointsman.sim.step_time import StepTime
@@ -49,8 +51,21 @@ NUM_REQUESTS, NUM_REQUESTS_QUICK = 240, 20
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 16, 256, 512
 NUM_PROBED = 24
 """Requests at once for the measurement of the engine's maximum rate."""
-LIMITS = {"tokens_per_second": 0.10, "ttft_p50": 0.10, "itl_p50": 0.10, "ttft_p99": 0.25, "itl_p99": 0.25}
+LIMITS = {
+    "tokens_per_second": 0.10,
+    "e2e_mean": 0.10,
+    "ttft_p50": 0.10,
+    "itl_p50": 0.10,
+    "ttft_p99": 0.25,
+    "itl_p99": 0.25,
+}
 SPREADS = 1.5
+HOSTS = ("engine", "vllm", "vllm-drafts", "vllm-window")
+NUM_DRAFTS, PHRASE = 4, 4
+"""Maximum drafts of a request in a step; the prompts then repeat this many tokens, so that drafts are found."""
+DRAFTS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+WINDOW, NUM_WINDOWED, NUM_LAYERS = 64, 5, 6
+"""Tokens of the windows of the model with windows, and its numbers of layers."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +157,19 @@ class VllmHost:
         model: a directory, or "demo".
         folder: for the recordings.
         threads: of the model runner.
+        title: what runs, in words.
+        phrase: number of tokens that each prompt repeats; None: prompts do not repeat themselves.
+        options: further settings of vLLM's `EngineArgs`.
 
     Raises:
         WorkerFailed: it did not start.
     """
 
-    title = f"vLLM {VLLM_VERSION}"
-
-    def __init__(self, model: str, folder: Path, threads: int) -> None:
+    def __init__(
+        self, model: str, folder: Path, threads: int, title: str = "", phrase: int | None = None, **options: Any
+    ) -> None:
+        self._phrase = phrase
+        self.title = f"vLLM {VLLM_VERSION}{title}"
         directory = DEMO if model == "demo" else Path(model)
         self._vocab_size = int(json.loads((directory / "config.json").read_text())["vocab_size"])
         self._recording = folder / "vllm.jsonl"
@@ -158,21 +178,49 @@ class VllmHost:
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            **options,
         }
         self._live = Vllm(directory, settings, threads, record=str(self._recording))
 
     def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
         self._num_requests.append(len(sent))
-        return _serve(self._live, sent, self._vocab_size, seed)
+        return _serve(self._live, sent, self._vocab_size, seed, self._phrase)
 
     def close(self) -> list[StepLog]:
         self._live.close()
         return steps_of_runs(self._recording, self._num_requests)
 
 
-def _serve(live: BundledEngine | Vllm, sent: Sequence[TraceRequest], vocab_size: int, seed: int) -> TokenTimes:
+def make_window_model(folder: Path) -> Path:
+    """A Gemma 3 with random weights in the folder, of the demo model's size; most of its layers have a window."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention"] * NUM_WINDOWED + ["full_attention"] * (NUM_LAYERS - NUM_WINDOWED)
+    config = Gemma3TextConfig(
+        vocab_size=2048,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        sliding_window=WINDOW,
+        layer_types=kinds,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _serve(
+    live: BundledEngine | Vllm, sent: Sequence[TraceRequest], vocab_size: int, seed: int, phrase: int | None = None
+) -> TokenTimes:
     arrivals, lengths = [each.arrival_time for each in sent], [each.num_output_tokens for each in sent]
-    return live.serve(arrivals, prompts_of(sent, vocab_size, seed), lengths)
+    prompts = prompts_of(sent, vocab_size, seed)
+    if phrase is not None:
+        prompts = [[prompt[place % phrase] for place in range(len(prompt))] for prompt in prompts]
+    return live.serve(arrivals, prompts, lengths)
 
 
 def steps_of_runs(recording: Path, num_requests: Sequence[int]) -> list[StepLog]:
@@ -204,14 +252,16 @@ def measured(sent: Sequence[TraceRequest], tokens: TokenTimes) -> dict[str, floa
     if [len(each) for each in tokens] != [each.num_output_tokens for each in sent]:
         raise RuntimeError("a request got more or fewer tokens than it asked for")
     first = np.array([each[0] for each in tokens])
-    gaps = np.concatenate([np.diff(each) for each in tokens])
-    return figures(first - [each.arrival_time for each in sent], gaps, sum(map(len, tokens)), max(map(max, tokens)))
+    gaps = np.concatenate([np.diff(np.unique(each)) for each in tokens])  # the tokens of a step arrive together
+    arrivals, last = np.array([each.arrival_time for each in sent]), np.array([each[-1] for each in tokens])
+    return figures(first - arrivals, gaps, last - arrivals, sum(map(len, tokens)), max(map(max, tokens)))
 
 
-def figures(ttft: Any, gaps: Any, num_tokens: int, seconds: float) -> dict[str, float]:
+def figures(ttft: Any, gaps: Any, e2e: Any, num_tokens: int, seconds: float) -> dict[str, float]:
     """The figures that are compared."""
     return {
         "tokens_per_second": num_tokens / seconds,
+        "e2e_mean": float(np.mean(e2e)),
         "ttft_p50": float(np.percentile(ttft, 50)),
         "itl_p50": float(np.percentile(gaps, 50)),
         "ttft_p99": float(np.percentile(ttft, 99)),
@@ -219,13 +269,16 @@ def figures(ttft: Any, gaps: Any, num_tokens: int, seconds: float) -> dict[str, 
     }
 
 
-def predicted(step_time: StepTime, sent: Sequence[TraceRequest], config: SchedulerConfig) -> dict[str, float]:
+def predicted(
+    step_time: StepTime, sent: Sequence[TraceRequest], config: SchedulerConfig, features: Features = PLAIN
+) -> dict[str, float]:
     """The figures of a simulation of the measured requests."""
-    timings = simulate(OpenLoop(sent), config, step_time).timings
+    timings = simulate(OpenLoop(sent), config, step_time, features=features).timings
     gaps, counts = timings.gaps()
     return figures(
         timings.first_token - timings.arrival,
         np.repeat(gaps, counts),
+        timings.last_token - timings.arrival,
         int(timings.num_output_tokens.sum()),
         float(np.max(timings.last_token)),
     )
@@ -253,10 +306,26 @@ def measure(host: Host, rounds: int, count: int) -> list[tuple[dict[str, float],
     for number, each in enumerate(found):
         log = logs[2 * number]
         profile = calibrate_steps(log, f"calibration run {number + 1}").profile
-        pairs.append((predicted(profile.step_time, validation, SchedulerConfig(**log.config)), each))
+        config, drafts = SchedulerConfig(**log.config), log.speculation
+        pairs.append((predicted(profile.step_time, validation, config, Features(speculation=drafts)), each))
         off = profile.held_out_errors["step_mape"]
         note(f"pair {number + 1}: steps of the calibration run are off by {off:.1%} (held out)")
+        if drafts is not None:
+            note(f"  {drafts.mean_length:.2f} tokens a step; of drafts found in {drafts.proposal[0]:.0%} of the steps")
     return pairs
+
+
+def make_host(name: str, model: str, folder: Path, threads: int) -> Host:
+    """The engine of a name in `HOSTS`."""
+    if name == "engine":
+        return EngineHost(model, folder)
+    if name == "vllm-drafts":
+        return VllmHost(
+            model, folder, threads, " with n-gram drafts", PHRASE, speculative_config=DRAFTS, async_scheduling=False
+        )
+    if name == "vllm-window":
+        return VllmHost(str(make_window_model(folder / "window")), folder, threads, " with windows")
+    return VllmHost(model, folder, threads)
 
 
 def judge(title: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]], targets: Targets) -> dict[str, Any]:
@@ -287,7 +356,7 @@ def judge(title: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--host", choices=("engine", "vllm", "both"), default="both", help="which engines to measure")
+    parser.add_argument("--host", choices=(*HOSTS, "all"), default="all", help="which engines to measure")
     parser.add_argument("--model", default="demo", help="a model directory; the bundled demo model if not given")
     parser.add_argument("--threads", type=parse_positive_int, default=1, help="of each engine's arithmetic")
     parser.add_argument("--rounds", type=parse_positive_int, help=f"pairs of runs [default: {ROUNDS}]")
@@ -296,21 +365,17 @@ def main() -> int:
     quick, targets = arguments.quick, Targets()
     rounds = arguments.rounds or (ROUNDS_QUICK if quick else ROUNDS)
     found: dict[str, Any] = {}
-    for name in ("engine", "vllm"):
+    for name in HOSTS:
         found[name] = None
-        if arguments.host not in (name, "both"):
+        if arguments.host not in (name, "all"):
             targets.skip(f"predictions of {name}", f"--host {arguments.host}")
             continue
-        if name == "vllm" and not is_complete():
+        if name != "engine" and not is_complete():
             note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
-            targets.skip("predictions of vllm", "no environment for vLLM")
+            targets.skip(f"predictions of {name}", "no environment for vLLM")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            host: Host
-            if name == "engine":
-                host = EngineHost(arguments.model, Path(folder))
-            else:
-                host = VllmHost(arguments.model, Path(folder), arguments.threads)
+            host = make_host(name, arguments.model, Path(folder), arguments.threads)
             pairs = measure(host, rounds, NUM_REQUESTS_QUICK if quick else NUM_REQUESTS)
         found[name] = judge(host.title, pairs, targets)
     return finish("calibration", {"quick": quick, "rounds": rounds, **found}, targets, arguments.check)

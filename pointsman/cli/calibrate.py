@@ -53,7 +53,7 @@ Log = Annotated[
     typer.Argument(
         metavar="LOG",
         help="Result of vllm bench serve --save-result --save-detailed, JSON lines with queued_ts, first_token_ts and "
-        "last_token_ts, a guidellm report, or a recording with step times.",
+        "last_token_ts, a guidellm report, a recording with step times, or summaries of runs with their arrivals.",
     ),
 ]
 Train = Annotated[
@@ -61,6 +61,14 @@ Train = Annotated[
     typer.Option(
         metavar="N",
         help="Fit to the N requests that finish first, and predict the others [default: half of all, at most 300].",
+    ),
+]
+TrainBudget = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="For summaries of runs: fit to the runs with this max_num_batched_tokens, and predict the others "
+        "[default: every second run].",
     ),
 ]
 MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="Setting of the log's engine.")]
@@ -80,6 +88,18 @@ MaxModelLen = Annotated[
 ]
 AsyncScheduling = Annotated[
     bool, typer.Option(help="Whether the engine scheduled a step while the step before it ran, as vLLM does.")
+]
+NumDraftTokens = Annotated[
+    int,
+    typer.Option("--num-draft-tokens", "--num-speculative-tokens", metavar="N", help="Setting of the log's engine."),
+]
+Acceptance = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHARES",
+        help="With --num-draft-tokens: probability that each draft is accepted after the drafts before it, as for "
+        "pointsman simulate.",
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -134,12 +154,15 @@ def _as_option(name: str, value: Any) -> str:
 def calibrate(
     log: Log,
     train: Train = None,
+    train_budget: TrainBudget = None,
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     num_blocks: NumBlocks = None,
     block_size: BlockSize = 16,
     max_model_len: MaxModelLen = None,
     async_scheduling: AsyncScheduling = True,
+    num_draft_tokens: NumDraftTokens = 0,
+    acceptance: Acceptance = None,
     model: Model = None,
     device: OnDevice = None,
     tensor_parallel: TensorParallel = 1,
@@ -153,6 +176,7 @@ def calibrate(
     Give the settings of the engine that wrote the log. The defaults are vLLM's, with chunked prefill, full-sequence
     admission and first come, first served. Prompts are assumed to be distinct, so the prefix cache finds nothing.
     TTFT is first token - queued, E2E is last token - queued, and TPOT is (E2E - TTFT) / (output tokens - 1).
+    Summaries of runs have their settings in each line, and need --model and --device if they are of several.
 
     Exit code 0: fitted; 2: the log or an option is wrong.
     """
@@ -160,14 +184,14 @@ def calibrate(
         import scipy  # noqa: F401  before the log is read
     except ModuleNotFoundError:
         raise CommandError(missing_library("calibrate", "scipy", "sim")) from None
+    from pointsman.cli.calibrate_runs import is_summaries, run_calibrate_runs
     from pointsman.sim.calibrate import calibrate as fit
     from pointsman.sim.errors import SimulationError
     from pointsman.sim.profile import EngineSettings
+    from pointsman.sim.speculation import Speculation, parse_acceptance
     from pointsman.traces import TraceError
 
     check_writable(output)
-    if plot is not None:
-        _check_plot(plot)
     settings = EngineSettings(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -175,7 +199,30 @@ def calibrate(
         block_size=block_size,
         max_model_len=max_model_len,
         async_scheduling=async_scheduling,
+        num_draft_tokens=num_draft_tokens,
     )
+    if num_draft_tokens < 0:
+        raise CommandError(f"--num-draft-tokens is {num_draft_tokens}; it must be at least 0")
+    if acceptance is not None and not num_draft_tokens:
+        raise CommandError("--acceptance has no effect without drafts; give --num-draft-tokens too")
+    if is_summaries(log):
+        return run_calibrate_runs(
+            log,
+            settings,
+            train=train,
+            train_budget=train_budget,
+            model=model,
+            device=device,
+            tensor_parallel=tensor_parallel,
+            gpu_memory_utilization=gpu_memory_utilization,
+            output=output,
+            plot=plot,
+            as_json=as_json,
+        )
+    if train_budget is not None:
+        raise CommandError(f"--train-budget has no effect: {log} has no summaries of runs; leave it out")
+    if plot is not None:
+        _check_plot(plot)
     given, begin = settings, time.perf_counter()
     notes: list[str] = []
     try:
@@ -188,8 +235,9 @@ def calibrate(
                 "--gpu-memory-utilization has no effect: it only serves to estimate --num-blocks from --model and "
                 "--device; leave it out, or give --model and --device without --num-blocks"
             )
+        drafts = None if acceptance is None else Speculation(acceptance=parse_acceptance(acceptance, num_draft_tokens))
         with _progress_bar() as progress:
-            found = fit(log, settings, train=train, estimate=estimate, progress=progress)
+            found = fit(log, settings, speculation=drafts, train=train, estimate=estimate, progress=progress)
         if found.profile.kind == "steps":
             notes += _ignored_setting_notes(given, found.profile.settings)
         found.profile.notes.extend(notes)
@@ -250,7 +298,7 @@ def _with_estimated_blocks(
         f"num_blocks {kv.num_blocks:,} is estimated for {estimate.shape.name} on {estimate.device.name}: give the "
         "number that the engine's log reports, if there is one"
     )
-    return replace(settings, num_blocks=kv.num_blocks), note
+    return replace(settings, num_blocks=kv.num_blocks, kv_groups=kv.groups.kv_groups), note
 
 
 @contextmanager

@@ -15,7 +15,14 @@ from rich.text import Text
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
-from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
+from pointsman.cli.simulation import (
+    Arriving,
+    Service,
+    check_routing,
+    seconds,
+    service_of_options,
+    workload_of_options,
+)
 from pointsman.sim.capacity import (
     DENSE_GAP,
     SPARSE_GAP,
@@ -132,8 +139,7 @@ def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
         raise CommandError(f"--replicas is {text!r}; give a number of at least 1, like 4, or a range, like 1-16")
-    if high == 1 and "routing" in options:
-        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    check_routing(options, high)
     return low, high
 
 
@@ -181,6 +187,8 @@ class _Search:
             routing=self.service.routing,
             seed=self._seed,
             host_memory=self.service.host_memory,
+            features=self.service.features,
+            topology=self.service.topology,
             on_probe=self._print_probe,
             progress=bar.update,
         )

@@ -25,12 +25,12 @@ from pointsman.sim.accuracy import RequestErrors
 from pointsman.sim.calibrate import calibrate_steps
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.observed import Replayed, replayed, times_of
-from pointsman.sim.profile import PARTS, Hull, Profile, WatchedStepTime
+from pointsman.sim.profile import PARTS, Profile, WatchedStepTime
 from pointsman.sim.report import Report, figures
 from pointsman.sim.report.intervals import Distribution
 from pointsman.sim.report.layout import format_number
 from pointsman.sim.simulator import Outcome, simulate
-from pointsman.sim.step_log import fit_steps, observed_steps
+from pointsman.sim.step_log import observed_steps
 from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceError, about_left_out, read_observed
 
@@ -52,6 +52,10 @@ _OF_THE_SERVER = (
     "max_steps_in_flight",
     "enable_prefix_caching",
     "enable_chunked_prefill",
+    "kv_groups",
+    "num_draft_tokens",
+    "max_loras",
+    "prefill_interval",
 )
 """Settings of the recording that a compared configuration keeps unless it sets them. A compared configuration does not
 keep vLLM's decisions."""
@@ -100,8 +104,7 @@ def compare(
         observed = read_observed(path)
         happened = replayed(observed, path, limit)
         log = observed_steps(observed, path)
-        halves = calibrate_steps(log, path).profile  # its error is the error over steps that the fit did not use
-        profile = replace(halves, step_time=fit_steps(log.loads, log.seconds), hull=Hull.of_loads(log.loads))
+        profile = calibrate_steps(log, path).profile
     except OSError as error:
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
     except (SimulationError, TraceError) as error:
@@ -213,7 +216,10 @@ def _simulate_config(
 ) -> tuple[Outcome, dict[str, int]]:
     watched = WatchedStepTime(profile.step_time)
     with ProgressBar(f"of {name} simulated", len(happened.trace)) as bar:
-        outcome = simulate(OpenLoop(happened.trace), config, watched, progress=bar.update)
+        features = replace(happened.features, adapter_share=profile.adapter_share)
+        if not config.num_draft_tokens:
+            features = replace(features, speculation=None)
+        outcome = simulate(OpenLoop(happened.trace), config, watched, features=features, progress=bar.update)
     if not outcome.is_complete:
         raise KeyboardInterrupt
     ranges, known = watched.hull.ranges, profile.hull.ranges

@@ -14,16 +14,25 @@ from rich.console import Console
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
+from pointsman.cli.features import features_text
 from pointsman.cli.progress_bar import ProgressBar
-from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
+from pointsman.cli.simulation import (
+    Arriving,
+    Service,
+    check_routing,
+    seconds,
+    service_of_options,
+    workload_of_options,
+)
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.side_file import SideFile
 from pointsman.sim.report import Report, combine, figures
+from pointsman.sim.report.engines import engines_as_json
 from pointsman.sim.report.overload import overload_text
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
 from pointsman.sim.report.summary import NUM_BOOTSTRAP
-from pointsman.sim.report.table import print_report
+from pointsman.sim.report.table import print_engines, print_report
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.workload import OpenLoop
 
@@ -61,16 +70,17 @@ def run_simulation(
     speed = options.get("rate", 1.0)
     if replicas < 1:
         raise CommandError(f"--replicas is {replicas}; it must be at least 1")
-    if replicas == 1 and "routing" in options:
-        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+    check_routing(options, replicas)
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise CommandError(f"--price-per-hour is {price_per_hour}; it must be 0 or more")
     check_seeds(seeds, options)
-    if film is not None and replicas > 1:
-        raise CommandError(f"--film records one scheduler, but --replicas is {replicas}; give --replicas 1")
     for path in (html, perfetto, film):
         check_writable(path)
     service = service_of_options(options, preset)
+    if film is not None and (several := replicas * service.topology.num_engines) > 1:
+        raise CommandError(
+            f"--film records one scheduler, but {several} engines are simulated; give --replicas 1 alone"
+        )
     first = options.get("seed", 0)
     arriving = [workload_of_options({**options, "seed": first + place}) for place in range(seeds)]
     title = arriving[0].title if seeds == 1 else f"{arriving[0].title}, seeds {first} to {first + seeds - 1}"
@@ -94,6 +104,9 @@ def run_simulation(
                 routing=service.routing(),
                 seed=first + place,
                 host_memory=service.host_memory,
+                features=service.features,
+                request_overhead=0.0 if service.profile is None else service.profile.request_overhead,
+                topology=service.topology,
                 progress=bar.update_after(sum(each.report.counts.arrived for each in found)),
                 films=films if place == 0 else (),
             )
@@ -122,6 +135,8 @@ def run_simulation(
     if report.is_complete and not is_complete:
         notes.append(f"The simulation was interrupted: these are the figures of {len(found)} of {seeds} seeds.")
     notes += _requests_text(arriving[0], refused, report.counts.arrived)
+    if service.features.speculation is not None:
+        notes.append(_drafts_text(drawn))
     report = replace(report, notes=(*notes, *report.notes), is_complete=is_complete)
     warnings = () if report.overload is None else (overload_text(report.overload),)
     setting = (service.title, f"KV: {service.kv_text}", f"Workload: {title}{_speed_text(speed)}")
@@ -131,11 +146,14 @@ def run_simulation(
             **setting_as_json(service, replace(arriving[0], title=title)),
             "speed": speed,
             **report.to_dict(),
+            **engines_as_json(drawn),
             "refused": [{"request_id": name, "why": why} for name, why in refused],
         }
         print(json.dumps(values, allow_nan=False))
     else:
         print_report(report, stdout_console())
+        if len(drawn.stats) > 1:
+            print_engines(drawn, stdout_console(), "" if seeds == 1 else f", seed {first}")
         if report.overload is not None:
             print()
             stdout_console().print(Text(overload_text(report.overload), style="bold yellow"))
@@ -198,6 +216,8 @@ def print_setting(
     limits = f"at most {config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests in a step"
     if not is_searched:
         console.print(Text.assemble(("with  ", "bold"), limits))
+    if features := features_text(service.features, config):
+        console.print(Text.assemble(("does  ", "bold"), features))
     console.print(Text.assemble(("load  ", "bold"), f"{arriving.title}{_speed_text(speed)}"))
     console.print()
 
@@ -223,6 +243,16 @@ def _requests_text(arriving: Arriving, refused: Sequence[tuple[str, str]], num_a
             + (f"; and {more:,} more" if more > 0 else "")
         )
     return notes
+
+
+def _drafts_text(outcome: Outcome) -> str:
+    verified = sum(stats.num_draft_tokens for stats in outcome.stats)
+    accepted = sum(stats.num_accepted_tokens for stats in outcome.stats)
+    share = f" ({accepted / verified:.0%})" if verified else ""
+    return (
+        f"Drafts: {accepted:,} of {verified:,} verified drafts were accepted{share}. The tokens of a step arrive "
+        "together, so an ITL is the time between two steps of a request that give it tokens."
+    )
 
 
 def _write_files(

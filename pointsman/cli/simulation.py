@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from pointsman.cli.durations import seconds as seconds
 from pointsman.cli.errors import CommandError
+from pointsman.cli.features import features_of_options
 from pointsman.cli.knobs import scheduler_values, size
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
@@ -19,18 +20,23 @@ from pointsman.core.errors import PointsmanError
 from pointsman.core.policy.registry import check_policies, fields_read
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.core.recording import check_num_blocks
-from pointsman.sim.devices import DEVICES, device
+from pointsman.core.state.layout import describe_groups
+from pointsman.sim.devices import DEVICES, Device, device
+from pointsman.sim.disaggregation import KvTransfer
 from pointsman.sim.errors import UnknownName
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.host_memory import HostMemory, check_host_memory
-from pointsman.sim.memory import KvMemory, num_kv_blocks
+from pointsman.sim.memory import KvMemory, layer_groups, num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime, load_profile, warn_outside
 from pointsman.sim.scenarios import SCENARIOS
 from pointsman.sim.shapes import SHAPES, model_shape
-from pointsman.sim.step_time import RooflineStepTime, StepTime
+from pointsman.sim.step_time import RooflineStepTime, StepTime, check_experts_divided
+from pointsman.sim.topology import ONE_ENGINE, Topology
 from pointsman.sim.vllm_defaults import VLLM_VERSION, vllm_defaults
 from pointsman.sim.workload import (
+    Adapters,
     ClosedLoop,
     Generated,
     Lengths,
@@ -38,8 +44,10 @@ from pointsman.sim.workload import (
     Sessions,
     Workload,
     WorkloadError,
+    parse_adapters,
     parse_arrivals,
     parse_distribution,
+    with_adapters,
 )
 from pointsman.traces import Trace, TraceRequest, about_left_out, read_trace, served
 
@@ -106,6 +114,7 @@ def workload_of_options(
         lengths = Lengths(
             prompt=_parse_option(parse_distribution, "prompt_tokens", options),
             output=_parse_option(parse_distribution, "output_tokens", options),
+            adapters=_adapters(options),
         )
         seed = options.get("seed", 0)
         think = _parse_option(parse_distribution, "think", options)
@@ -183,6 +192,8 @@ def _trace_workload(options: Mapping[str, Any], num_requests: int | None, finds_
         whole = served(read_trace(path, limit=None if num_requests else options.get("limit")), path)
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
+    if (adapters := _adapters(options)) is not None:
+        whole = Trace(with_adapters(whole, adapters, options.get("seed", 0)), whole.left_out)
     trace = whole[:num_requests]
     title = f"{len(trace):,} requests of {path}"
     think, seed = _parse_option(parse_distribution, "think", options), options.get("seed", 0)
@@ -239,6 +250,7 @@ def _session_workload(options: Mapping[str, Any], num_requests: int | None, seed
         think=_parse_option(parse_distribution, "think", options),
         num_sessions=count,
         retention=options.get("retention"),
+        adapters=_adapters(options),
         seed=seed,
     )
     return Arriving(
@@ -247,6 +259,16 @@ def _session_workload(options: Mapping[str, Any], num_requests: int | None, seed
         lambda speed: replace(sessions, arrivals=_speed_up_arrivals(values["arrivals"], speed)),
         arrivals.rate * per_session,
     )
+
+
+def _adapters(options: Mapping[str, Any]) -> Adapters | None:
+    """The popularity of adapters; None: no option gives adapters."""
+    if "adapters" not in options:
+        return None
+    try:
+        return parse_adapters(options["adapters"])
+    except WorkloadError as error:
+        raise CommandError(f"--adapters: {error}") from None
 
 
 def _parse_option(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
@@ -286,6 +308,10 @@ class Service:
     """Text for display: where the settings come from that no option gives, as "the preset"."""
     host_memory: HostMemory | None = None
     """Host memory behind the KV pool; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of the engine, and the cost of its adapters."""
+    topology: Topology = ONE_ENGINE
+    """The engines of each replica."""
     model: str = UNKNOWN_MODEL
     """The model to name in a server's command: a path, or a name with its organisation."""
 
@@ -347,9 +373,15 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         )
     if profile is not None:
         knobs = {**_knobs_of_profile(profile.settings, longest), **knobs}
-        if has_model and "num_blocks" not in options:  # blocks are then those of one group, see `KvMemory`
+        if has_model and "num_blocks" not in options:  # blocks are then those of the model's groups, see `KvMemory`
             knobs.pop("num_blocks", None)
             knobs.pop("kv_groups", None)
+    has_hybrid_manager = not options.get("disable_hybrid_kv_cache_manager", False)
+    if shape is None and not has_hybrid_manager:
+        raise CommandError("--disable-hybrid-kv-cache-manager has no effect without a model's layers; give --model")
+    groups = None if shape is None else layer_groups(shape, has_hybrid_manager=has_hybrid_manager)
+    if groups is not None:
+        knobs.setdefault("kv_groups", groups.kv_groups)
     parallel = options.get("tensor_parallel", 1)
     on = None if shape is None else device(options.get("device", DEVICE))
     settings_of = "the preset" if profile is None else "the profile's engine"
@@ -360,6 +392,10 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         if "max_num_seqs" not in given:
             knobs["max_num_seqs"] = min(knobs["max_num_seqs"], knobs["max_num_batched_tokens"])  # as vLLM does
         settings_of = f"vLLM {VLLM_VERSION} on {on.name}"
+    if "adapters" in options:
+        knobs.setdefault("max_loras", 1)
+    if knobs.get("num_draft_tokens") and "max_steps_in_flight" not in options:
+        knobs["max_steps_in_flight"] = 1  # as engines do, because drafts are verified only with one step in flight
     base = preset or ("default" if profile is None else "vllm")
     config = SchedulerConfig.preset(base, **{"num_blocks": 1, "max_model_len": longest, **knobs})
     kv: KvMemory | None = None
@@ -369,7 +405,13 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         step_time, about_times = WatchedStepTime(profile.step_time), _profile_text(profile)
         title = f"the profile {options['profile']}"
     else:
-        estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
+        estimated = RooflineStepTime(
+            shape=shape,
+            device=on,
+            tensor_parallel=parallel,
+            data_parallel=options.get("data_parallel_size", 1) if shape.num_experts else 1,
+            has_expert_parallel=options.get("enable_expert_parallel", False),
+        )
         about_times = estimated.caveat() if profile is None else _profile_text(profile)
         step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
@@ -381,13 +423,28 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
                 "--kv-offload-bytes needs the model's KV size and the device's bandwidth to its host; give --model and "
                 "--device"
             )
-        host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
+        num_bytes, layers = size(options["kv_offload_bytes"], "kv_offload_bytes"), _layers_per_block(shape, config)
+        host_memory = HostMemory.of(num_bytes, shape, on, parallel, layers_per_block=layers)
     check_host_memory(host_memory, config)
+    measured = () if profile is None else (profile.speculation, profile.adapter_share)
+    features = features_of_options(options, config, *measured)
+    topology = _topology(options, shape, on, config, profile)
+    topology.check(config, host_memory)
 
     def memory(config: SchedulerConfig) -> KvMemory:
         assert shape is not None and on is not None
         usable = options.get("gpu_memory_utilization", 0.9)
-        found = num_kv_blocks(shape, on, config.block_size, usable, parallel, **_largest_step(config))
+        largest_step = _largest_step(config)
+        found = num_kv_blocks(
+            shape,
+            on,
+            config.block_size,
+            usable,
+            parallel,
+            has_hybrid_manager=has_hybrid_manager,
+            data_parallel=topology.data_parallel_size if topology.is_lockstep else 1,
+            **largest_step,
+        )
         check_num_blocks(found.num_blocks)
         return found
 
@@ -403,16 +460,18 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
     if "num_blocks" in knobs:
         given_by = "given" if "num_blocks" in options else "the engine of the profile had"
         kv_text = f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, as {given_by}"
+        if config.has_kv_groups:
+            kv_text += f", in {describe_groups(config.kv_groups)}.{_full_length_text(config)}"
     elif shape is not None:
         kv = memory(config)
-        kv_text = f"{kv}".rstrip()
+        kv_text = f"{kv}".rstrip() + _full_length_text(config.replace(num_blocks=kv.num_blocks))
     else:
         kv_text = (
             "never short, because their number is not known: give --num-blocks as the engine's log "
             "reports them, or --model and --device"
         )
     return Service(
-        title,
+        title + _topology_text(topology),
         sized(config),
         step_time,
         ROUTINGS[name],
@@ -423,8 +482,85 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         sized,
         settings_of,
         host_memory,
+        features,
+        topology,
         _served_model(options, shape, profile),
     )
+
+
+def check_routing(options: Mapping[str, Any], replicas: int) -> None:
+    """Check that a routing rule has something to choose from.
+
+    Raises:
+        CommandError: it has not.
+    """
+    if replicas == 1 and "routing" in options and "prefill_replicas" not in options:
+        raise CommandError("--routing has no effect with one replica; give --replicas 2 or more")
+
+
+def _topology(
+    options: Mapping[str, Any],
+    shape: ModelShape | None,
+    on: Device | None,
+    config: SchedulerConfig,
+    profile: Profile | None,
+) -> Topology:
+    """The engines of each replica."""
+    ranks, has_expert_parallel = options.get("data_parallel_size", 1), options.get("enable_expert_parallel", False)
+    if shape is not None and on is not None:
+        has_experts = shape.num_experts > 0
+        check_experts_divided(shape, on, ranks if has_experts else 1, has_expert_parallel=has_expert_parallel)
+    else:
+        has_experts = has_expert_parallel or (profile is not None and profile.step_time.expert_weights > 0)
+    prefill, decode = options.get("prefill_replicas", 0), options.get("decode_replicas", 0)
+    transfer, given = None, [name for name in ("kv_transfer_bandwidth", "kv_transfer_latency") if name in options]
+    if prefill and decode:
+        if shape is None or on is None:
+            raise CommandError("--prefill-replicas needs the model's KV size; give --model and --device")
+        transfer = KvTransfer.of(
+            shape,
+            on,
+            options.get("tensor_parallel", 1),
+            bandwidth=size(options[given[0]], given[0]) if "kv_transfer_bandwidth" in options else None,
+            latency=seconds("kv_transfer_latency", options.get("kv_transfer_latency")) or 0.0,
+            layers_per_block=_layers_per_block(shape, config),
+        )
+    elif given:
+        raise CommandError(f"{_option_name(given[0])} has no effect without --prefill-replicas and --decode-replicas")
+    return Topology(
+        data_parallel_size=ranks,
+        is_lockstep=has_experts and ranks > 1,
+        prefill_replicas=prefill,
+        decode_replicas=decode,
+        transfer=transfer,
+        role_routing=ROUTINGS[options.get("routing", "round-robin")],
+    )
+
+
+def _topology_text(topology: Topology) -> str:
+    text = ""
+    if topology.is_disaggregated:
+        text += f", {topology.prefill_replicas} prefill and {topology.decode_replicas} decode engines"
+    if topology.data_parallel_size > 1:
+        together = " that step together" if topology.is_lockstep else ""
+        text += f"{' of' if text else ','} {topology.data_parallel_size} data parallel ranks{together}"
+        text += " each" if topology.is_disaggregated else ""
+    return text
+
+
+def _full_length_text(config: SchedulerConfig) -> str:
+    """The number of tokens that groups of layers hold, as vLLM's log reports it."""
+    if not config.has_kv_groups:
+        return ""
+    return f" They hold {config.num_full_length_tokens:,} tokens of requests of {config.max_model_len:,} tokens."
+
+
+def _layers_per_block(shape: ModelShape, config: SchedulerConfig) -> int:
+    """Number of layers whose KV a block holds. Of a profile's groups only their number is known."""
+    groups = layer_groups(shape, has_hybrid_manager=config.has_kv_groups)
+    if config.kv_groups == groups.kv_groups:
+        return groups.num_layers
+    return -(-shape.num_layers // max(1, len(config.kv_groups)))
 
 
 def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile: Profile | None) -> str:
@@ -449,6 +585,9 @@ def _knobs_of_profile(settings: EngineSettings, longest: int) -> dict[str, Any]:
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "block_size": settings.block_size,
         "max_steps_in_flight": 2 if settings.async_scheduling else 1,
+        "num_draft_tokens": settings.num_draft_tokens,
+        "max_loras": settings.max_loras,
+        "prefill_interval": settings.prefill_interval,
     }
     if settings.num_blocks is not None:
         knobs |= {"num_blocks": settings.num_blocks, "kv_groups": settings.kv_groups}
@@ -465,27 +604,6 @@ def _profile_text(profile: Profile) -> str:
 
 
 # ---------------------------------------------------------------------- values, names
-
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-def seconds(option: str, text: str | None) -> float | None:
-    """Seconds of "500ms", "2s" or "1m"; None stays None.
-
-    Raises:
-        CommandError: `text` is not a duration above 0, or lacks a unit: vLLM's and guidellm's targets are milliseconds,
-            so a number alone would be understood as both.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
-    if found is not None and not found[2] and float(found[1]) > 0:
-        number = found[1]
-        raise CommandError(f"{_option_name(option)} is {number}, which has no unit; write {number}ms or {number}s")
-    if found is None or found[2] not in _UNITS or float(found[1]) == 0:
-        raise CommandError(f"{_option_name(option)} is {text!r}; give a time above 0, like 500ms, 2s or 1m")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def _option_name(name: str) -> str:

@@ -17,7 +17,7 @@ app = plain_typer()
 
 
 @app.command(cls=options.grouped(sim.SIMULATE_HELP))
-@options.takes(sim.ARRIVING, sim.SIMULATED, sim.SERVED_BY, sim.SCHEDULER, sim.TARGETS)
+@options.takes(sim.ARRIVING, sim.SIMULATED, sim.SERVED_BY, sim.SCHEDULER, sim.SPECULATION_AND_ADAPTERS, sim.TARGETS)
 def simulate(
     preset: sim.SimulatedPreset = None,
     replicas: sim.Replicas = 1,
@@ -74,7 +74,7 @@ def simulate(
 
 
 @app.command(cls=options.grouped(sim.CAPACITY_HELP))
-@options.takes(sim.ARRIVING, sim.SERVED_BY, sim.SCHEDULER, sim.TARGETS)
+@options.takes(sim.ARRIVING, sim.SERVED_BY, sim.SCHEDULER, sim.SPECULATION_AND_ADAPTERS, sim.TARGETS)
 def capacity(
     replicas: sim.ReplicaRange = "1",
     share: sim.Share = 0.99,
@@ -113,7 +113,7 @@ def capacity(
 
 
 @app.command(cls=options.grouped(sim.TUNE_HELP))
-@options.takes(sim.TUNED, sim.SERVED_BY, sim.SCHEDULER)
+@options.takes(sim.TUNED, sim.SERVED_BY, sim.SCHEDULER, sim.SPECULATION_AND_ADAPTERS)
 def tune(
     replicas: sim.TunedReplicas = "1",
     trials: sim.Trials = 48,

@@ -96,28 +96,119 @@ SERVED_BY: dict[str, Any] = {
     ],
     "device": Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A built-in device (see --list), or cpu for this machine [default: h100]."),
+        typer.Option(
+            metavar="NAME",
+            help="A built-in device (see --list), cpu for this machine, or a description: "
+            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it [default: h100].",
+        ),
     ],
     "profile": Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Calibrated step times, as pointsman calibrate writes them."),
     ],
     "tensor_parallel": Annotated[int | None, typer.Option(help="Devices that share the model [default: 1].")],
+    "data_parallel_size": Annotated[
+        int | None,
+        typer.Option(
+            help="Engines of each replica, each on --tensor-parallel devices; those of a mixture of experts share the "
+            "experts and step together [default: 1]."
+        ),
+    ],
+    "enable_expert_parallel": Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-expert-parallel/--no-enable-expert-parallel",
+            help="Whether each device has whole experts, instead of a slice of each [default: no].",
+        ),
+    ],
+    "prefill_replicas": Annotated[
+        int | None,
+        typer.Option(help="Engines that only compute prompts; needs --decode-replicas [default: none]."),
+    ],
+    "decode_replicas": Annotated[
+        int | None,
+        typer.Option(help="Engines that only decode, with the KV from --prefill-replicas [default: none]."),
+    ],
+    "kv_transfer_bandwidth": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes a second between a prefill and a decode engine, like 25GB [default: 80 % of the bandwidth "
+            "between the engine's devices and their host].",
+        ),
+    ],
+    "kv_transfer_latency": Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time of a transfer without any bytes, like 2ms [default: 0]."),
+    ],
     "gpu_memory_utilization": Annotated[
         float | None, typer.Option(help="Share of the device's memory for the engine [default: 0.9].")
+    ],
+    "disable_hybrid_kv_cache_manager": Annotated[
+        bool | None,
+        typer.Option(
+            "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+            help="Whether layers with a sliding window keep the KV of the whole context [default: no, as vLLM].",
+        ),
     ],
     "kv_offload_bytes": KNOBS["kv_offload_bytes"],
     "routing": Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Rule that chooses the replica: round-robin, least-loaded or prefix-affinity [default: round-robin].",
+            help="Rule that chooses the replica: round-robin, least-loaded, prefix-affinity, vllm or vllm-0.26 "
+            "[default: round-robin].",
         ),
     ],
 }
 
+SPECULATION_AND_ADAPTERS: dict[str, Any] = {
+    "acceptance": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARES",
+            help="Probability that each draft is accepted after the drafts before it, like 0.7,0.5,0.3; or length:2.4, "
+            "the mean tokens of a step (vLLM's mean acceptance length); or rates:0.7,0.35,0.1, the per-position rates "
+            "of vLLM's log [default: as the profile's log].",
+        ),
+    ],
+    "drafter_time": Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Time of the drafter after each step, like 2ms, or 10% of the step [default: 0]."
+        ),
+    ],
+    "adapters": Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Number of LoRA adapters among which requests are drawn; the second is half as popular as the first, "
+            "and so on. Also zipf:20,1.5 or uniform:20 [default: those of the trace, or none].",
+        ),
+    ],
+    "adapter_time": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE", help="Additional time of a step with adapters, as a share of the step, like 15%."
+        ),
+    ],
+}
+"""Options of drafts and adapters that are no knobs of the scheduler."""
+
 SCHEDULER: dict[str, Any] = {
     **simulated_options({name: SERVED_DEFAULTS[name] for name in ("max_model_len", "token_limits")}),
+    "num_draft_tokens": Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            "--num-speculative-tokens",
+            help="Maximum drafts per request and step; needs --acceptance or a profile with drafts [default: 0: no "
+            "speculation].",
+        ),
+    ],
+    "max_loras": Annotated[
+        int | None, typer.Option(help="Maximum number of different adapters in a step [default: 1 with adapters].")
+    ],
     "num_blocks": Annotated[
         int | None,
         typer.Option(
@@ -258,10 +349,26 @@ FilmFile = Annotated[
 ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, scenarios, routing rules and presets.")]
 
 _SERVICE_PANELS: Panels = {
-    "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
-    "KV pool and prefix cache": (*knobs_of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
+    "Model, device and fleet": (
+        "profile",
+        "tensor_parallel",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "prefill_replicas",
+        "decode_replicas",
+        "kv_transfer_bandwidth",
+        "kv_transfer_latency",
+        "gpu_memory_utilization",
+        "routing",
+    ),
+    "KV pool and prefix cache": (
+        "disable_hybrid_kv_cache_manager",
+        *knobs_of_panel("KV pool and prefix cache"),
+        "kv_offload_bytes",
+    ),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
+    "Speculation and adapters": ("num_draft_tokens", "draft_table", *SPECULATION_AND_ADAPTERS, "max_loras"),
 }
 SIMULATE_HELP: Panels = {
     "Main options": (

@@ -40,6 +40,8 @@ _MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "
 """Settings with their own column in the table, and the column's title."""
 _SERVED_AS = ("gpu_memory_utilization", "max_model_len", "block_size")
 """Options that the commands of both servers get if they were given to `tune`."""
+_VLLM_RANKS = ("data_parallel_size", "enable_expert_parallel", "disable_hybrid_kv_cache_manager")
+"""Options that only the command of `vllm serve` gets if they were given to `tune`."""
 _SWAPPED_AS = ("kv_offload_bytes", "preemption_mode")
 """Options that only the command of `pointsman serve` gets if they were given to `tune`."""
 
@@ -151,6 +153,8 @@ class _Tuned:
             routing=self._service.routing,
             seed=seed,
             host_memory=self._service.host_memory,
+            features=self._service.features,
+            topology=self._service.topology,
         )
         search = Search(
             space=space,
@@ -335,6 +339,13 @@ class _Tuned:
         ours = {name: options[name] for name in ("max_model_len", *_SWAPPED_AS) if name in options}
         if options.get("tensor_parallel", 1) > 1:
             theirs["tensor_parallel_size"] = options["tensor_parallel"]
+        if config.num_draft_tokens:
+            drafts = {"method": "METHOD", "num_speculative_tokens": config.num_draft_tokens}
+            theirs["speculative_config"] = json.dumps(drafts)
+            ours["num_draft_tokens"] = config.num_draft_tokens
+        if config.max_loras:  # `pointsman serve` has no adapters
+            theirs |= {"enable_lora": True, "max_loras": config.max_loras}
+        theirs |= {name: options[name] for name in _VLLM_RANKS if name in options}
         return {
             "vllm": vllm_command(model, config, NAMES, theirs, self._preset),
             "pointsman": serve_command(model, config, NAMES, ours),

@@ -131,6 +131,19 @@ class SchedulerConfig(metaclass=Documented):
     ] = None
     """Maximum number of partial prefills with more tokens than `long_prefill_token_threshold`, so that long prompts
     leave the remaining partial prefills to shorter prompts. None: no such cap."""
+    prefill_interval: Annotated[
+        int | Literal["host"],
+        AtLeast(1, of="steps"),
+        Option(
+            _STEPS,
+            "Steps from a step that computes prompts to the next one, while requests decode",
+            metavar="STEPS",
+        ),
+    ] = 1
+    """Number of steps from a step that computes prompts to the next one, while requests decode and admissions keep up
+    with arrivals (vLLM's `prefill_schedule_interval`); 1: prompts are computed in any step. Larger numbers give longer
+    stretches of even gaps between tokens, and a longer TTFT. "host": the host decides
+    (`Scheduler.hold_prefills`), for engines that align their steps with each other."""
     max_steps_in_flight: Annotated[
         int,
         AtLeast(1),
@@ -290,7 +303,6 @@ class SchedulerConfig(metaclass=Documented):
             _SPECULATION,
             "Fewer drafts as more requests run: 16:2,64:0 is 2 drafts from 16 requests on, and 0 from 64 on",
             metavar="RUNNING:DRAFTS,...",
-            is_simulated=False,
         ),
     ] = ()
     """Pairs (running requests, drafts), in ascending order: while at least that number of requests run, each request
@@ -638,6 +650,11 @@ class SchedulerConfig(metaclass=Documented):
             raise ConfigError(
                 'shortage is "replan", but batching "prefill-first" allocates blocks row by row when they run out; set '
                 'shortage to "in-order" or "look-ahead"'
+            )
+        if self.prefill_interval != 1 and self.batching != "mixed":
+            raise ConfigError(
+                f'prefill_interval is {self.prefill_interval}, and works with batching "mixed" alone; set it to 1, or '
+                'batching to "mixed"'
             )
         if self.batching != "prefill-first" and self.num_sequence_slots > self.max_num_seqs:
             raise ConfigError(

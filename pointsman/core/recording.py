@@ -8,9 +8,13 @@ A recording of another scheduler is called observed: the header has `observed`, 
 decisions about rows.
 
     add       a request by its number: lengths, and its prompt's full blocks as [parent, first, count], or null where
-              blocks have no hashes; block ids first to first + count - 1 are new here, and follow block `parent`
-    steps     columns of consecutive steps (`OBSERVED_STEPS`)
-    result    the end of a request, and the steps in which the request got a token: `steps` is a list of [first, last]
+              blocks have no hashes; block ids first to first + count - 1 are new here, and follow block `parent`; with
+              adapters, the number of its adapter, in the order of first use
+    steps     columns of consecutive steps (`OBSERVED_STEPS`); with adapters, also `num_adapters`: the number of
+              different adapters in each step
+    result    the end of a request, and the steps in which the request got a token: `steps` is a list of [first, last];
+              with speculation, `drafts` is a list of [verified drafts, accepted drafts, number of steps], in order, of
+              its decode steps; the first step after an admission is left out, as it can have no drafts
 """
 
 from __future__ import annotations
@@ -55,9 +59,13 @@ OBSERVED_STEPS = (
     "num_free_blocks",
 )
 """Columns of a `steps` line: the times in microseconds on the clock of `now`; the step's work (`sim/step_time.py`);
-after the step, the number of unfinished requests that do not run, and the number of free blocks. A step begins when the
+after the step, the number of unfinished requests that do not run, and the number of free blocks. The samples of a step
+include one for each draft that it verifies. A step begins when the
 step before it ends, or, if the engine was idle, when the step was scheduled; a step ends when the scheduler gets the
 step's tokens."""
+
+NUM_ADAPTERS = "num_adapters"
+"""Column of a `steps` line that only a server with adapters has: the number of different adapters in each step."""
 
 REQUEST_FIELDS = (
     "request_id",
@@ -285,6 +293,7 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
     "ready": lambda request_id: {"id": request_id},
     "set_priority": lambda request_id, priority: {"id": request_id, "priority": priority},
     "set_max_num_active_seqs": lambda limit: {"limit": limit},
+    "hold_prefills": lambda is_held: {"is_held": is_held},
     "pause": lambda mode: {"mode": mode.value},
     "resume": dict,
     "reset_encoder_cache": dict,

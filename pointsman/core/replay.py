@@ -90,6 +90,7 @@ class _Replay:
             "ready": lambda s, call, _: s.ready(call["id"], call["now"]),
             "set_priority": lambda s, call, _: s.set_priority(call["id"], call["priority"], call["now"]),
             "set_max_num_active_seqs": lambda s, call, _: s.set_max_num_active_seqs(call["limit"], call["now"]),
+            "hold_prefills": lambda s, call, _: s.hold_prefills(call["is_held"], call["now"]),
             "pause": lambda s, call, _: s.pause(call["now"], PauseMode(call["mode"])),
             "resume": lambda s, call, _: s.resume(call["now"]),
             "reset_encoder_cache": lambda s, call, _: s.reset_encoder_cache(call["now"]),

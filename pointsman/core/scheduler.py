@@ -653,6 +653,30 @@ class Scheduler:
         if self._events.called:
             send(self._events.called, Call("set_max_num_active_seqs", now, {"limit": limit}))
 
+    def hold_prefills(self, is_held: bool, now: float) -> None:
+        """Hold prompts back from the next step on, while requests decode; False: end this. For hosts that align the
+        prompts of several engines (see `SchedulerConfig.prefill_interval`).
+
+        Raises:
+            InvalidTransition: `prefill_interval` is not "host".
+        """
+        if self._config.prefill_interval != "host":
+            raise InvalidTransition(
+                f"prefill_interval is {self._config.prefill_interval}, so the scheduler decides when prompts wait; set "
+                'it to "host"'
+            )
+        interval = self._parts.gates.interval
+        assert interval is not None
+        interval.set_held(bool(is_held))
+        if self._events.called:
+            send(self._events.called, Call("hold_prefills", now, {"is_held": bool(is_held)}))
+
+    @property
+    def holds_prefills(self) -> bool:
+        """Whether the host holds prompts back (`hold_prefills`)."""
+        interval = self._parts.gates.interval
+        return interval is not None and interval.is_held_by_host
+
     def pause(self, now: float, mode: PauseMode = PauseMode.ALL) -> None:
         """Schedule nothing (`PauseMode.ALL`), or admit no request (`PauseMode.ADMISSIONS`), until `resume`.
 

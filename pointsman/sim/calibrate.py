@@ -26,9 +26,11 @@ from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
+from pointsman.sim.features import Features
 from pointsman.sim.fit import Problem, Progress, search_step_times, simulate_log, simulated_times, typical_load
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
-from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
+from pointsman.sim.speculation import Speculation
+from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_adapter_share, fit_steps, predict_steps, read_steps
 from pointsman.sim.step_time import RooflineStepTime
 from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
 
@@ -65,6 +67,7 @@ def calibrate(
     path: str | PathLike[str],
     settings: EngineSettings | None = None,
     *,
+    speculation: Speculation | None = None,
     train: int | None = None,
     estimate: RooflineStepTime | None = None,
     num_processes: int | None = None,
@@ -76,6 +79,8 @@ def calibrate(
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report, or a recording with step times.
         settings: the settings of the engine that wrote the log; None: vLLM's defaults. A recording contains its own
             settings.
+        speculation: the drafts of the engine, if `settings` has drafts; the fitted step times include the drafter's. A
+            recording shows its own drafts.
         train: number of training requests, which are those that finish first; for a recording, number of training
             steps, from the first on. All other requests or steps are predicted. None: half of the requests, at most
             `MAX_DEFAULT_TRAIN`, or half of the steps.
@@ -97,6 +102,7 @@ def calibrate(
             measured,
             settings or EngineSettings(),
             source=Path(path).name,
+            speculation=speculation,
             train=train,
             estimate=estimate,
             num_processes=num_processes,
@@ -114,6 +120,7 @@ def from_requests(
     settings: EngineSettings,
     *,
     source: str = "log",
+    speculation: Speculation | None = None,
     train: int | None = None,
     estimate: RooflineStepTime | None = None,
     num_processes: int | None = None,
@@ -126,14 +133,16 @@ def from_requests(
     times = Times.of(measured)
     order = np.argsort(times.last_token, kind="stable")
     trained, others = order[:num_train], order[num_train:]
-    problem = Problem(measured, trained, config)
+    features = Features(speculation=speculation)
+    features.check(config)
+    problem = Problem(measured, trained, config, features)
     guess = None if estimate is None else estimate.to_linear(typical_load(problem))
     step_time = search_step_times(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)
-    simulate_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
+    simulate_log(measured, config, watched, awaited=trained, features=features)  # the loads that the fit has seen
     everything = np.arange(len(measured))
-    timings = simulate_log(measured, config, step_time)
+    timings = simulate_log(measured, config, step_time, features=features)
     predicted = simulated_times(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
     training = RequestErrors.between(predicted[trained], times[trained])
     held_out = RequestErrors.between(predicted[others], times[others])
@@ -142,6 +151,7 @@ def from_requests(
         settings=settings,
         hull=watched.hull,
         source=source,
+        speculation=speculation,
         kind="requests",
         num_requests=len(measured),
         num_train=num_train,
@@ -162,6 +172,7 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
     """
     num_steps = len(log.seconds)
     num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps, path)
+    log, share = _without_adapters(log)
     step_time = fit_steps(log.loads[:num_train], log.seconds[:num_train])
     predicted = predict_steps(step_time, log.loads)
     training = StepErrors.between(predicted[:num_train], log.seconds[:num_train])
@@ -175,17 +186,32 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
         hull=Hull.of_loads(log.loads[fitted]),
         source=Path(path).name,
         model=log.model,
+        speculation=log.speculation,
+        adapter_share=share,
         kind="steps",
         num_requests=max(log.num_requests, 1),
         num_train=num_train,
         training_errors=training.to_dict(),
         held_out_errors=held_out.to_dict(),
-        notes=["settings are those of the recording", log.about_times, *_step_notes(held_out, is_all=train is None)],
+        notes=[
+            "settings are those of the recording",
+            log.about_times,
+            *_feature_notes(log, share),
+            *_step_notes(held_out, is_all=train is None),
+        ],
     )
     numbers = np.arange(num_steps)
     return Calibration(
         profile, training, held_out, numbers < num_train, log.seconds, predicted, numbers.astype(np.float64)
     )
+
+
+def _without_adapters(log: StepLog) -> tuple[StepLog, float]:
+    """The log with the times that its steps would take without adapters, and the share that adapters add to a step."""
+    if log.has_adapters is None:
+        return log, 0.0
+    share = fit_adapter_share(log.loads, log.seconds, log.has_adapters)
+    return log._replace(seconds=np.where(log.has_adapters, log.seconds / (1 + share), log.seconds)), share
 
 
 # ---------------------------------------------------------------------- checks
@@ -273,6 +299,24 @@ def _notes(settings: EngineSettings, training: RequestErrors, held_out: RequestE
     return notes
 
 
+def _feature_notes(log: StepLog, adapter_share: float) -> list[str]:
+    notes = []
+    if (drafts := log.speculation) is not None:
+        shares = ", ".join(f"{each:.2f}" for each in drafts.acceptance)
+        notes.append(
+            f"drafts are proposed in {drafts.proposal[0]:.0%} of a request's decode steps, and accepted with "
+            f"probability {shares} after the drafts before: {drafts.mean_length:.2f} tokens a step; step times include "
+            "the drafter"
+        )
+    if log.has_adapters is not None:
+        notes.append(
+            f"steps with adapters take {adapter_share:.0%} longer"
+            if adapter_share or not log.has_adapters.all()
+            else "all steps have adapters, so step times include their time"
+        )
+    return notes
+
+
 def _step_notes(held_out: StepErrors, *, is_all: bool) -> list[str]:
     notes = ["errors are those of a fit to the first half; the profile is fitted to all steps"] if is_all else []
     if abs(held_out.total_error) <= POOR_STEPS:
@@ -305,6 +349,9 @@ def _recorded_settings(config: dict[str, Any], path: str | PathLike[str]) -> Eng
             max_model_len=config["max_model_len"],
             async_scheduling=config.get("max_steps_in_flight", 1) > 1,
             kv_groups=tuple(KVGroup(*group) for group in config.get("kv_groups", ())),
+            num_draft_tokens=config.get("num_draft_tokens", 0),
+            max_loras=config.get("max_loras", 0),
+            prefill_interval=config.get("prefill_interval", 1),
         )
     except (KeyError, TypeError) as error:
         raise CalibrationError(f"{path}, line 1: the recording's config has no {error}; make a new recording") from None

@@ -11,6 +11,10 @@ constant:4                 4 arrivals a second, evenly spaced
 poisson:4                  4 a second on average, independent of each other
 gamma:4,2                  4 a second, with gaps whose coefficient of variation is 2 (1 is poisson:4)
 bursts:4,10                4 a second, in bursts of ten
+
+uniform:20                 20 adapters, equally popular
+zipf:20,1                  20 adapters, of which the second is half as popular as the first, the third a third, ...; a
+                           plain number means the same
 """
 
 from __future__ import annotations
@@ -289,6 +293,39 @@ def parse_arrivals(text: str) -> Arrivals:
     if not colon and re.fullmatch(r"[0-9]*\.?[0-9]+", name):
         raise WorkloadError(f"{text!r} names no arrival process; write poisson:{name} or constant:{name}")
     return _parse_named(_ARRIVALS, name.strip().lower(), rest, text, _ARRIVAL_EXAMPLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Popularity of adapters (LoRA): adapter k, from 1 on, has the weight 1 / k ** `exponent` (Zipf's law)."""
+
+    num_adapters: int
+    exponent: float = 1.0
+    """0: all adapters are equally popular."""
+
+    def __post_init__(self) -> None:
+        if self.num_adapters < 1:
+            raise WorkloadError(f"the number of adapters is {self.num_adapters}; it must be at least 1")
+        if not 0 <= self.exponent < math.inf:
+            raise WorkloadError(f"the exponent of adapters is {self.exponent}; it must be finite and at least 0")
+
+    def sample(self, rng: np.random.Generator, n: int) -> npt.NDArray[np.int64]:
+        """An array [n] of independent draws, from 0 to `num_adapters` - 1."""
+        weights = np.arange(1, self.num_adapters + 1) ** -self.exponent
+        return rng.choice(self.num_adapters, n, p=weights / weights.sum())
+
+
+def parse_adapters(text: str) -> Adapters:
+    """The popularity of adapters that a text stands for; the forms are in the module docstring.
+
+    Raises:
+        WorkloadError: `text` has another form.
+    """
+    found = re.fullmatch(r"\s*(?:(uniform|zipf):)?\s*([0-9]{1,9})\s*(?:,\s*([0-9]*\.?[0-9]+)\s*)?", text.lower())
+    if found is None or (found[3] is not None) != (found[1] == "zipf"):
+        raise WorkloadError(f"{text!r} is no number of adapters; write 20, zipf:20,1.2 or uniform:20")
+    exponent = 0.0 if found[1] == "uniform" else float(found[3] or 1)
+    return Adapters(int(found[2]), exponent)
 
 
 def _parse_mixture_part(part: str, text: str) -> tuple[float, Distribution]:

@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.accuracy import Times
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin
 from pointsman.sim.outcome import Timings
 from pointsman.sim.request import SimRequest
@@ -134,6 +135,8 @@ class Problem:
     train: Indices
     """Indices of the training requests, in the order in which they finished."""
     config: SchedulerConfig
+    features: Features = PLAIN
+    """Drafts of the log's engine."""
 
     @property
     def end(self) -> float:
@@ -188,6 +191,7 @@ def simulate_log(
     *,
     awaited: Indices | None = None,
     until: float = math.inf,
+    features: Features = PLAIN,
 ) -> Timings:
     """Simulate the log until all awaited requests have finished. Returns timings with a row for each request."""
     simulation = Simulation(
@@ -198,6 +202,7 @@ def simulate_log(
         routing=RoundRobin(),
         is_stepping=False,
         seed=0,
+        features=features,
     )
     try:
         return simulation.run(until, None).timings
@@ -251,7 +256,14 @@ class Objective:
     def simulate_times(self, step_time: StepTime) -> Times:
         """The times of the training requests in a simulation with `step_time`."""
         problem = self._problem
-        timings = simulate_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
+        timings = simulate_log(
+            problem.measured,
+            problem.config,
+            step_time,
+            awaited=problem.train,
+            until=self._until,
+            features=problem.features,
+        )
         return simulated_times(timings, problem.train, self._times.num_output_tokens, self._until)
 
     def errors(self, step_time: StepTime) -> FloatArray:

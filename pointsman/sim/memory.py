@@ -5,12 +5,18 @@ without an engine:
 
     usable = memory * gpu_memory_utilization
     KV     = usable - weights - activations of the largest step - context and libraries
+
+Layers with a sliding window keep less KV than others. Groups of layers therefore have block tables of their own, over
+one pool, and a block holds the KV of one group's layers (`layer_groups`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from pointsman.core import KVGroup
+from pointsman.core.state.layout import describe_groups
 from pointsman.sim.devices import GIB, Device
 from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.model import ModelShape
@@ -18,6 +24,39 @@ from pointsman.sim.step_time import check_parallel
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """Memory of a process on a GPU before it allocates anything: context, kernels, buffers of libraries. A round figure."""
+
+
+class LayerGroups(NamedTuple):
+    """Groups of a model's layers that have a block table each."""
+
+    kv_groups: tuple[KVGroup, ...]
+    """Value of `SchedulerConfig.kv_groups`; (): one group of full attention."""
+    num_layers: int
+    """Number of layers whose KV a block has memory for. The last group of a kind may have fewer layers."""
+
+
+def layer_groups(shape: ModelShape, *, has_hybrid_manager: bool = True) -> LayerGroups:
+    """The groups in which vLLM's hybrid KV cache manager keeps a model's layers
+    (`_get_kv_cache_groups_uniform_page_size` of vLLM 0.32).
+
+    All groups have the number of layers of the rarer kind. If the other kind has fewer than 1.5 times as many layers,
+    there is one group of each kind.
+
+    Args:
+        shape: the model; its layers have KV of equal size.
+        has_hybrid_manager: False: every layer keeps all positions, as with vLLM's option
+            `--disable-hybrid-kv-cache-manager`. A model in which every layer has a window keeps windows even then.
+    """
+    full, windowed = shape.num_full_layers, shape.num_windowed_layers
+    window = KVGroup("window", shape.sliding_window)
+    if not windowed or (full and not has_hybrid_manager):
+        return LayerGroups((), shape.num_layers)
+    if not full:
+        return LayerGroups((window,), windowed)
+    size, largest = sorted((full, windowed))
+    if 2 * largest < 3 * size:
+        size = largest
+    return LayerGroups((window,) * -(-windowed // size) + (KVGroup(),) * -(-full // size), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +71,18 @@ class KvMemory:
     kv: int
     """Bytes for KV blocks."""
     block_bytes: int
-    """Bytes of one block in all layers."""
+    """Bytes of one block: in all layers, or in the layers of one group."""
     block_size: int
     """Number of tokens in one block."""
     num_blocks: int
+    groups: LayerGroups
+    """The groups of layers whose blocks `num_blocks` counts."""
     note: str
     """The assumption about windowed layers."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens whose KV the blocks hold."""
+        """Number of tokens whose KV the blocks hold, in one group of layers."""
         return self.num_blocks * self.block_size
 
     def __str__(self) -> str:
@@ -54,8 +95,11 @@ class KvMemory:
                 ("KV", self.kv),
             )
         )
+        held = f"{self.num_tokens:,} tokens"
+        if self.groups.kv_groups:
+            held = f"each in {self.groups.num_layers} layers"
         return (
-            f"{self.num_blocks:,} KV blocks of {self.block_size} tokens ({self.num_tokens:,} tokens): of "
+            f"{self.num_blocks:,} KV blocks of {self.block_size} tokens ({held}): of "
             f"{self.memory / GIB:.2f} GiB {self.usable / GIB:.2f} usable: {', '.join(parts)}. {self.note}"
         )
 
@@ -70,7 +114,8 @@ def num_kv_blocks(
     kv_dtype_bytes: float = 2,
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
-    sequence_tokens: int | None = None,
+    has_hybrid_manager: bool = True,
+    data_parallel: int = 1,
 ) -> KvMemory:
     """The number of KV blocks on one device, with the breakdown of the device's memory.
 
@@ -86,9 +131,8 @@ def num_kv_blocks(
         kv_dtype_bytes: bytes of a KV element: 2, or 1 for an fp8 cache.
         max_num_batched_tokens: number of tokens in the largest step.
         max_num_seqs: number of rows in the largest step.
-        sequence_tokens: expected number of tokens in a sequence. A windowed layer then keeps the KV of at most its
-            window, as in engines with a separate pool for such layers. None: every layer keeps the KV of all tokens, as
-            in other engines.
+        has_hybrid_manager: whether layers with windows keep the KV of their window alone, see `layer_groups`.
+        data_parallel: number of ranks, of `tensor_parallel` devices each, over which routed experts are divided.
 
     Raises:
         ModelTooLarge: there is no memory for a single block.
@@ -97,23 +141,17 @@ def num_kv_blocks(
     check_parallel(shape, device, tensor_parallel)
     if not 0 < gpu_memory_utilization <= 1:
         raise SimulationError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be above 0 and at most 1")
-    if block_size < 1 or (sequence_tokens is not None and sequence_tokens < 1):
-        raise SimulationError(
-            f"block_size is {block_size}, sequence_tokens is {sequence_tokens}; both must be at least 1"
-        )
-    full, windowed = shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel)
-    kept, note = 1.0, ""
-    if windowed and sequence_tokens is None:
-        note = (
-            f"All layers keep all positions, the {shape.num_windowed_layers} with a window, too: an engine that keeps "
-            "windows alone, as vLLM does, holds more requests."
-        )
-    elif windowed and sequence_tokens is not None:
-        kept = min(1.0, shape.sliding_window / sequence_tokens)
-        note = f"Layers with a window keep {kept:.0%} of the positions, at {sequence_tokens} tokens a sequence."
-    block_bytes = round(block_size * (full + windowed * kept))
+    if block_size < 1:
+        raise SimulationError(f"block_size is {block_size}; it must be at least 1")
+    groups, note = layer_groups(shape, has_hybrid_manager=has_hybrid_manager), ""
+    if groups.kv_groups:
+        note = f"KV in groups of layers: {describe_groups(groups.kv_groups)}."
+    elif shape.num_windowed_layers:
+        note = f"All layers keep all positions, the {shape.num_windowed_layers} with a window, too."
+    block_bytes = round(block_size * groups.num_layers * shape.kv_bytes_per_layer(kv_dtype_bytes, tensor_parallel))
     usable = int(device.memory * gpu_memory_utilization)
-    weights = shape.weight_bytes // tensor_parallel
+    routed = shape.num_expert_layers * shape.num_experts * shape.expert_bytes
+    weights = round(shape.weight_bytes - routed + routed / data_parallel) // tensor_parallel
     activations = _activation_bytes(shape, max_num_batched_tokens, max_num_seqs, tensor_parallel)
     context = CONTEXT_BYTES if device.name != "cpu" else 0
     kv = usable - weights - activations - context
@@ -135,6 +173,7 @@ def num_kv_blocks(
         block_bytes=block_bytes,
         block_size=block_size,
         num_blocks=kv // block_bytes,
+        groups=groups,
         note=note,
     )
 

@@ -182,6 +182,26 @@ class ModelShape:
         layer = self.kv_bytes_per_layer(kv_dtype_bytes, tensor_parallel)
         return self.num_full_layers * layer, self.num_windowed_layers * layer
 
+    def activation_bytes(self, tensor_parallel: int = 1) -> float:
+        """Bytes that the kernels between a token's matrix products read and write in all layers, on one device.
+
+        In a layer: two normalisations with the residual (each reads and writes two vectors of the hidden size), rotary
+        embedding and writing of KV, and the activation function of the MLP (reads two vectors of its inner size, writes
+        one). Experts also gather and add up hidden states. What products themselves read and write is not counted:
+        kernels overlap it with arithmetic.
+        """
+        if self.kv_lora_rank:
+            query = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+            kv = self.kv_lora_rank + self.qk_rope_head_dim
+        else:
+            query, kv = self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim
+        used = self.experts_per_token + self.num_shared_experts
+        inner = self.num_expert_layers * used * self.expert_intermediate_size
+        inner += (self.num_layers - self.num_expert_layers) * self.intermediate_size
+        whole = 8 * self.num_layers * self.hidden_size + 4 * self.num_expert_layers * used * self.hidden_size
+        divided = self.num_layers * (2 * query + 3 * kv) + 3 * inner
+        return self.dtype_bytes * (whole + divided / tensor_parallel)
+
     # ------------------------------------------------------------------ FLOPs
 
     @property

@@ -49,6 +49,16 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen2": _Family("none", _UNTIED | {"use_sliding_window": False}),
     "qwen3": _Family("none", _UNTIED | {"use_sliding_window": False, "head_dim": 128}),
     "qwen3_moe": _Family("none", _UNTIED | {"use_sliding_window": False}, experts=True),
+    "smollm3": _Family(
+        "none",
+        _TIED
+        | {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        },
+    ),
     "phi3": _Family("all", _UNTIED | {"sliding_window": None}),
     "gemma": _Family(defaults=_TIED | {"head_dim": 256}),
     "gemma2": _Family("pattern", _TIED | {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2}),

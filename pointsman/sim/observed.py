@@ -13,8 +13,10 @@ from pointsman.core.recording import check_num_blocks
 from pointsman.files import MAX_MESSAGE, shown
 from pointsman.sim.accuracy import Times
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.features import Features
 from pointsman.sim.outcome import REASONS, Event, Timeline, Timings
 from pointsman.sim.simulator import Outcome
+from pointsman.sim.step_log import observed_speculation
 from pointsman.traces import LeftOut, Observed, ObservedRequest, Trace, TraceRequest
 
 
@@ -28,6 +30,9 @@ class Replayed:
     """Configuration with vLLM's own settings and decisions."""
     outcome: Outcome
     """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
+    features: Features
+    """The drafts of vLLM's run, with the acceptance that the recording shows; the drafter's time is part of the steps'
+    times."""
     recorded: Trace[ObservedRequest]
     """The recorded requests that can be simulated, also those beyond `limit`; and the number of left-out requests,
     which did not finish or got no token."""
@@ -55,6 +60,10 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     try:
         check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
+        if config.num_draft_tokens and config.max_steps_in_flight > 1:
+            # The core verifies drafts only with one step in flight. vLLM's asynchronous steps have as many drafts, and
+            # a request starts and ends up to one step later than here.
+            config = config.replace(max_steps_in_flight=1)
         check_policies(config)
         stats = Scheduler(config).stats()
     except (ValueError, TypeError) as error:
@@ -75,7 +84,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
     outcome = _outcome(observed, chosen, config, start, stats)
-    return Replayed(trace, config, outcome, recorded)
+    return Replayed(trace, config, outcome, Features(speculation=observed_speculation(observed)), recorded)
 
 
 def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:
@@ -96,7 +105,7 @@ def _outcome(
     ended = observed.ended - start
     timings = Timings(len(requests))
     for request in requests:
-        number = timings.add_request(request.queued - start, request.num_prompt_tokens, 0)
+        number = timings.add_request(request.queued - start, request.num_prompt_tokens)
         if request.scheduled is not None:
             timings.record_admission(number, request.scheduled - start, request.num_cached_tokens)
         timings.num_output_tokens[number] = request.num_output_tokens
@@ -111,10 +120,12 @@ def _outcome(
     timings.close()
     steps = observed.steps
     usable = config.num_usable_blocks
+    began = ended - observed.seconds
+    began[1:] = np.maximum(began[1:], ended[:-1])  # with steps in flight, a step is scheduled while another runs
     columns = [steps[name].tolist() for name in ("num_rows", "num_tokens", "num_waiting", "num_free_blocks")]
     timeline = Timeline()
-    for end, rows, tokens, waiting, free in zip(ended.tolist(), *columns, strict=True):
-        timeline.events.append(Event(end, 1, rows, tokens, waiting, max(0.0, 1 - free / usable)))
+    for begin, end, rows, tokens, waiting, free in zip(began.tolist(), ended.tolist(), *columns, strict=True):
+        timeline.events.append(Event(begin, end, 1, rows, tokens, waiting, max(0.0, 1 - free / usable)))
     looked_up = sum(request.num_prompt_tokens for request in requests) if config.enable_prefix_caching else 0
     stats = replace(
         stats,
@@ -122,6 +133,8 @@ def _outcome(
         num_scheduled_tokens=int(steps["num_tokens"].sum()),
         num_generated_tokens=sum(request.num_output_tokens for request in requests),
         num_preemptions=sum(request.num_preemptions for request in requests),
+        num_draft_tokens=sum(drafts * count for each in requests for drafts, _, count in each.drafts),
+        num_accepted_tokens=sum(accepted * count for each in requests for _, accepted, count in each.drafts),
         prefix_queries=looked_up,
         prefix_hits=sum(request.num_cached_tokens for request in requests),
     )

@@ -35,10 +35,11 @@ class Timings:
     num_prompt_tokens, num_output_tokens   its lengths; of the output, the generated tokens
     num_cached_tokens                      prompt tokens that its first admission found in the prefix cache
     num_preemptions
-    replica        the replica that it was routed to
+    replica        the engine that generates its output, by its number in the simulation
     reason         index into `REASONS`; UNFINISHED: it has not finished
     """
 
+    has_tokens = True
     _FLOATS = ("arrival", "scheduled", "first_token", "last_token")
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -60,16 +61,19 @@ class Timings:
 
     # ------------------------------------------------------------------ during the simulation
 
-    def add_request(self, arrival: float, num_prompt_tokens: int, replica: int) -> int:
+    def add_request(self, arrival: float, num_prompt_tokens: int) -> int:
         """Add a row for a request that arrives. Returns the request's number."""
         number = self.count
         if number == len(self.arrival):
             self._grow()
         self.arrival[number] = arrival
         self.num_prompt_tokens[number] = num_prompt_tokens
-        self.replica[number] = replica
         self.count = number + 1
         return number
+
+    def record_engine(self, number: int, engine: int) -> None:
+        """Record the engine that the request was routed to."""
+        self.replica[number] = engine
 
     def record_admission(self, number: int, now: float, num_cached_tokens: int) -> None:
         """Record that the request was admitted; only its first admission counts."""
@@ -193,6 +197,7 @@ class _Within:
 class Event(NamedTuple):
     """One step of a replica, or a run of plain decodes."""
 
+    begin: float
     end: float
     num_steps: int
     num_rows: int

@@ -21,6 +21,8 @@ from pointsman.core import ConfigError, KVGroup, SchedulerConfig
 from pointsman.core.recording import check_num_blocks
 from pointsman.files import MAX_MESSAGE, read_input, represented, shown
 from pointsman.sim.errors import CalibrationError, SimulationError
+from pointsman.sim.features import Features
+from pointsman.sim.speculation import Speculation
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.traces import MAX_TOKENS
 from pointsman.version import __version__
@@ -40,6 +42,9 @@ MIN_DISTANCE = 0.01
 """A load causes a warning if it is below the log's smallest load by more than this share of the log's largest load."""
 
 
+_OF_SPECULATION = ("acceptance", "proposal")
+"""Fields of `Speculation` that a log shows."""
+
 # ---------------------------------------------------------------------- settings of the engine
 
 
@@ -57,6 +62,12 @@ class EngineSettings:
     async_scheduling: bool = True
     kv_groups: tuple[KVGroup, ...] = ()
     """Groups of the engine's KV layers, as in `SchedulerConfig`; `num_blocks` counts blocks of these groups."""
+    num_draft_tokens: int = 0
+    """Maximum number of drafts of a request in a step; 0: no speculation."""
+    max_loras: int = 0
+    """Maximum number of different adapters in a step; 0: no adapters."""
+    prefill_interval: int = 1
+    """Steps from a step that computes prompts to the next one, while requests decode."""
 
     def config(self, longest: int, num_requests: int) -> SchedulerConfig:
         """The configuration of vLLM's scheduler with these settings.
@@ -79,8 +90,11 @@ class EngineSettings:
             max_model_len=longest if self.max_model_len is None else self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_steps_in_flight=2 if self.async_scheduling else 1,
+            max_steps_in_flight=2 if self.async_scheduling and not self.num_draft_tokens else 1,
             kv_groups=self.kv_groups,
+            num_draft_tokens=self.num_draft_tokens,
+            max_loras=self.max_loras,
+            prefill_interval=self.prefill_interval,
             enable_prefix_caching=False,
         )
 
@@ -156,6 +170,11 @@ class Profile:
     """Name of the log."""
     model: str = ""
     """Name of the model as given to the engine; empty: the log does not name it."""
+    speculation: Speculation | None = None
+    """Drafts of the engine, as the log shows them; the drafter's time is part of the step times. None: the engine had
+    none, or the log does not show them."""
+    adapter_share: float = 0.0
+    """Additional time of steps with adapters, as a share of the step; 0 also if the log does not show it."""
     kind: str
     """Basis of the fit: "requests" or "steps"."""
     num_requests: int
@@ -165,6 +184,9 @@ class Profile:
     training_errors: dict[str, float | int | None] = field(default_factory=dict)
     """Fields of `RequestErrors` or of `StepErrors`; fractions."""
     held_out_errors: dict[str, float | int | None] = field(default_factory=dict)
+    request_overhead: float = 0.0
+    """Seconds of each request outside the engine, which the log's client measured: in itself, the network and the API
+    server; 0: unknown."""
     notes: list[str] = field(default_factory=list)
     """Assumptions, as sentences."""
 
@@ -181,9 +203,14 @@ class Profile:
             "num_train": self.num_train,
             "step_time": self.step_time.to_dict(),
             "settings": asdict(self.settings),
+            "speculation": None
+            if self.speculation is None
+            else {name: getattr(self.speculation, name) for name in _OF_SPECULATION},
+            "adapter_share": self.adapter_share,
             "hull": {part: list(ends) for part, ends in self.hull.ranges.items()},
             "training_errors": self.training_errors,
             "held_out_errors": self.held_out_errors,
+            "request_overhead": self.request_overhead,
             "notes": self.notes,
         }
 
@@ -210,11 +237,16 @@ class Profile:
                 hull=Hull({part: _read_range(part, values["hull"][part]) for part in StepLoad._fields}),
                 source=str(values["source"]),
                 model=str(values.get("model", "")),  # older profiles have none
+                speculation=_read_speculation(values.get("speculation")),
+                adapter_share=Features(adapter_share=float(values.get("adapter_share", 0.0))).adapter_share,
                 kind=str(values["kind"]),
                 num_requests=_read_count("num_requests", values["num_requests"]),
                 num_train=_read_count("num_train", values["num_train"]),
                 training_errors=dict(values["training_errors"]),
                 held_out_errors=dict(values["held_out_errors"]),
+                request_overhead=_read_seconds(
+                    "request_overhead", values.get("request_overhead", 0.0)
+                ),  # older profiles have none
                 notes=[str(note) for note in values["notes"]],
             )
         except KeyError as error:
@@ -285,9 +317,16 @@ def _read_settings(values: Mapping[str, Any]) -> EngineSettings:
         elif name == "kv_groups":
             values = {**values, name: _read_groups(value)}
         elif not (value is None and name in ("num_blocks", "max_model_len")):
-            _read_count(name, value)
+            _read_count(name, value, 0 if name in ("num_draft_tokens", "max_loras") else 1)
     check_num_blocks(values.get("num_blocks"))
     return EngineSettings(**values)
+
+
+def _read_speculation(values: Mapping[str, Any] | None) -> Speculation | None:
+    if values is None:
+        return None
+    shares = {name: tuple(float(share) for share in values[name]) for name in _OF_SPECULATION}
+    return Speculation(**shares)  # type: ignore[arg-type]
 
 
 def _read_groups(value: object) -> tuple[KVGroup, ...]:
@@ -298,12 +337,18 @@ def _read_groups(value: object) -> tuple[KVGroup, ...]:
         raise CalibrationError(f"setting kv_groups is {value!r}: {error}") from None
 
 
-def _read_count(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
+def _read_count(name: str, value: object, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
         raise CalibrationError(
-            f"{name} is {represented(value)}; it must be a whole number, at least 1 and at most {MAX_TOKENS}"
+            f"{name} is {represented(value)}; it must be a whole number, at least {least} and at most {MAX_TOKENS}"
         )
     return value
+
+
+def _read_seconds(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise CalibrationError(f"{name} is {represented(value)}; it must be a finite number of seconds, at least 0")
+    return float(value)
 
 
 def _read_range(part: str, value: Any) -> tuple[int, int]:

@@ -60,6 +60,8 @@ class SimRequest:
     retention: float | None = None
     """Seconds after the request's end within which the client expects to reuse its prefix; None: unknown."""
     session: str | None = None
+    adapter: int | None = None
+    """Number of the adapter (LoRA) that the request runs with; None: the model alone."""
     index: int = 0
     """Number of the request in its workload, in the order of generation, from 0. Determines the request's tokens."""
     turns: tuple[Turn, ...] = ()

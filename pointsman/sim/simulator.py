@@ -3,6 +3,8 @@
 The event that ends first happens first: an arrival, a step of a replica, or a run of its plain decodes. An arrival is
 routed at its own time, with the knowledge of that time. Only the replica that gets the request ends its current run of
 decodes early.
+
+A replica is one engine, or several engines as `Topology` describes them.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from dataclasses import dataclass, field
 
 from pointsman.core import SchedulerConfig, SchedulerStats
 from pointsman.core.observe.film import FilmRecorder
+from pointsman.sim.disaggregation import TransferTotals
+from pointsman.sim.endpoint import Endpoint, Pool
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import CopyTotals, HostMemory
 from pointsman.sim.outcome import Timeline, Timings
-from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
 from pointsman.sim.step_time import StepTime
+from pointsman.sim.topology import ONE_ENGINE, EndpointMaker, Topology
 from pointsman.sim.workload import Workload
 
 Progress = Callable[[int, float], None]
@@ -34,7 +39,8 @@ class Outcome:
     timings: Timings
     timelines: list[Timeline]
     stats: list[SchedulerStats]
-    """Statistics of each replica's scheduler, at the end."""
+    """Statistics of each engine's scheduler, at the end; of a prefill engine without its generated tokens, which no
+    client gets."""
     seconds: float
     """Virtual time from the first arrival to the last event."""
     requests: list[SimRequest] = field(default_factory=list, repr=False)
@@ -44,7 +50,11 @@ class Outcome:
     is_complete: bool = True
     """Whether the simulation ran to its end; False: it was interrupted."""
     copies: list[CopyTotals] = field(default_factory=list)
-    """Copies between each replica's pool and its host memory; empty without host memory."""
+    """Copies between each engine's pool and its host memory; empty without host memory."""
+    names: list[str] = field(default_factory=list)
+    """Name of each engine, such as "prefill 0"; empty: the engines are alike."""
+    transfers: list[TransferTotals] = field(default_factory=list)
+    """Transfers of KV from prefill to decode engines, of each replica; empty if no engine only decodes."""
 
 
 def simulate(
@@ -57,6 +67,9 @@ def simulate(
     is_stepping: bool = False,
     seed: int = 0,
     host_memory: HostMemory | None = None,
+    features: Features = PLAIN,
+    topology: Topology = ONE_ENGINE,
+    request_overhead: float = 0.0,
     until: float = math.inf,
     progress: Progress | None = None,
     films: Sequence[FilmRecorder] = (),
@@ -68,9 +81,13 @@ def simulate(
         step_time: step times of each replica's device.
         routing: the rule that chooses a replica for each request; None: each replica in turn.
         is_stepping: schedule every step separately, with the same result but more slowly.
-        host_memory: host memory behind each replica's KV pool; None: no host memory.
+        host_memory: host memory behind each engine's KV pool; None: no host memory.
+        features: drafts of each replica's engine, and the cost of its adapters.
+        topology: the engines of each replica.
+        request_overhead: seconds of each request outside the engine, before it arrives there: a request of the workload
+            reaches a replica at its time, and counts as arrived these seconds before.
         progress: function that gets the progress, see `Progress`.
-        films: recorders of the replicas' decisions, one for each replica from the first on; the caller closes them.
+        films: recorders of the engines' decisions, one for each engine from the first on; the caller closes them.
 
     Ctrl-C ends the simulation; the outcome then contains the results so far.
     """
@@ -83,6 +100,9 @@ def simulate(
         is_stepping=is_stepping,
         seed=seed,
         host_memory=host_memory,
+        features=features,
+        topology=topology,
+        request_overhead=request_overhead,
         films=films,
     ).run(until, progress)
 
@@ -101,23 +121,37 @@ class Simulation:
         is_stepping: bool,
         seed: int,
         host_memory: HostMemory | None = None,
+        features: Features = PLAIN,
+        topology: Topology = ONE_ENGINE,
+        request_overhead: float = 0.0,
         films: Sequence[FilmRecorder] = (),
     ) -> None:
         if num_replicas < 1:
             raise ValueError(f"num_replicas is {num_replicas}; it must be at least 1")
         self.timings = Timings(workload.num_requests or 1024)
-        self.replicas = [
-            Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed, host_memory=host_memory)
-            for _ in range(num_replicas)
-        ]
-        if len(films) > num_replicas:
+        maker = EndpointMaker(
+            topology,
+            config,
+            step_time,
+            self.timings,
+            is_stepping=is_stepping,
+            seed=seed,
+            host_memory=host_memory,
+            features=features,
+            num_replicas=num_replicas,
+        )
+        endpoints = [maker.make() for _ in range(num_replicas)]
+        self._endpoint: Endpoint = endpoints[0] if num_replicas == 1 else Pool(endpoints, routing)
+        self._names, self._transfers = maker.names, maker.transfers
+        self.engines = self._endpoint.engines
+        if len(films) > len(self.engines):
             raise ValueError(
-                f"{len(films)} films for {num_replicas} replica(s); give at most one film for each replica"
+                f"{len(films)} films for {len(self.engines)} engine(s); give at most one film for each engine"
             )
-        for replica, film in zip(self.replicas, films, strict=False):
-            replica.scheduler.start_film(film)
+        for engine, film in zip(self.engines, films, strict=False):
+            engine.scheduler.start_film(film)
         self._workload = workload
-        self._routing = routing
+        self._request_overhead = request_overhead
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
         self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
@@ -133,84 +167,68 @@ class Simulation:
         except KeyboardInterrupt:
             is_complete = False
         self.timings.close()
-        ends = [replica.now for replica in self.replicas]
+        ends = [engine.now for engine in self.engines]
         return Outcome(
             self.timings,
-            [replica.timeline for replica in self.replicas],
-            [replica.scheduler.stats() for replica in self.replicas],
+            [engine.timeline for engine in self.engines],
+            [engine.stats() for engine in self.engines],
             max(ends) - (float(self.timings.arrival[0]) if self.timings.count else 0.0),
             self._requests,
             self._refused,
             is_complete,
-            [replica.host.totals for replica in self.replicas if replica.host is not None],
+            [engine.host.totals for engine in self.engines if engine.host is not None],
+            self._names,
+            [each.totals for each in self._transfers],
         )
 
     def _run(self, until: float, progress: Progress | None) -> None:
-        replicas, num_events = self.replicas, 0
-        only = replicas[0] if len(replicas) == 1 else None
+        endpoint, num_events = self._endpoint, 0
         arrival = self._next_arrival()
         while True:
-            first: Replica | None
-            if only is not None:
-                end = only.plan_event(arrival)
-                first = None if end is None else only
-            else:
-                first, end = self._next_replica()
+            end = endpoint.plan_event(arrival)
             if end is None or arrival <= end:
                 if arrival > until or arrival == math.inf:
                     return
-                self._route_next_request(arrival)
+                self._add_next_request(arrival)
                 arrival = self._next_arrival()
                 continue
             if end > until:
                 return
-            assert first is not None
-            for number in first.commit_event():
+            for number in endpoint.commit_event():
                 self._num_finished += 1
-                self._schedule_follow_up(number, first.now)
-            if first.refused:
-                self._note_refused(first)
+                self._schedule_follow_up(number, endpoint.now)
+            if endpoint.refused:
+                self._note_refused(endpoint.now)
             if self._followers:
                 arrival = self._next_arrival()
             num_events += 1
             if progress is not None and num_events % _PROGRESS_EVERY == 0:
-                progress(self._num_finished, first.now)
-
-    def _next_replica(self) -> tuple[Replica | None, float | None]:
-        """The replica whose event ends first; of several such replicas, the first."""
-        found: Replica | None = None
-        first = math.inf
-        for replica in self.replicas:
-            end = replica.plan_event()
-            if end is not None and end < first:
-                found, first = replica, end
-        return found, None if found is None else first
+                progress(self._num_finished, endpoint.now)
 
     def _next_arrival(self) -> float:
         first = math.inf if self._next_first is None else self._next_first[0]
         return min(first, self._followers[0][0]) if self._followers else first
 
-    def _route_next_request(self, time: float) -> None:
-        """Route the next request, which arrives at `time`, to a replica."""
+    def _add_next_request(self, time: float) -> None:
+        """Send the next request, which arrives at `time`, to the endpoint."""
         if self._next_first is not None and self._next_first[0] <= time:
             request = self._next_first[1]
             self._next_first = next(self._first, None)
         else:
             request = heapq.heappop(self._followers)[2]
-        chosen = self._routing.choose(request, self.replicas) if len(self.replicas) > 1 else 0
-        replica = self.replicas[chosen]
-        number = self.timings.add_request(time, request.num_prompt_tokens, chosen)
+        number = self.timings.add_request(time - self._request_overhead, request.num_prompt_tokens)
         self._requests.append(request)
-        replica.add(number, request, time)
-        if replica.refused:
-            self._note_refused(replica)
+        self._endpoint.add(number, request, time)
+        if self._endpoint.refused:
+            self._note_refused(time)
 
-    def _note_refused(self, replica: Replica) -> None:
-        refused, replica.refused = replica.refused, []
+    def _note_refused(self, now: float) -> None:
+        refused = self._endpoint.refused.copy()
+        self._endpoint.refused.clear()
         for number, why in refused:
             self._refused.append((self._requests[number].request_id, why))
             self.timings.record_refusal(number)
-            self._schedule_follow_up(number, replica.now)
+            self._schedule_follow_up(number, now)
 
     def _schedule_follow_up(self, number: int, now: float) -> None:
         """Schedule the arrival, if any, that follows the end of a request."""

@@ -10,7 +10,8 @@ over relative errors fits them directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from os import PathLike
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.recording import NUM_ADAPTERS
 from pointsman.files import MAX_MESSAGE, open_regular, shown
 from pointsman.sim.accuracy import StepErrors
 from pointsman.sim.errors import CalibrationError
+from pointsman.sim.speculation import MAX_DRAFTS, Speculation, measured_speculation
 from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad
 from pointsman.traces import MAX_TOKENS, Observed, read_observed
 from pointsman.traces.lines import numbered_lines
@@ -31,6 +34,7 @@ _DEVICE_ONLY = "times between steps are not in step times: the recording has no 
 _WHOLE = "a step lasts from the end of the step before it to its own end, the engine's other work included"
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MAX_HOST = 2.0
@@ -60,6 +64,10 @@ class StepLog(NamedTuple):
     """Text about what the step times include."""
     model: str = ""
     """Name of the model, as `vllm serve` takes it; empty: the recording does not name the model."""
+    speculation: Speculation | None = None
+    """Drafts, with the acceptance that the recording shows; None: there were none."""
+    has_adapters: BoolArray | None = None
+    """[steps] whether the step had a request with an adapter; None: not recorded, or the engine had no adapters."""
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -73,7 +81,8 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     loads: list[StepLoad] = []
     seconds: list[float] = []
     begins: list[tuple[int, float]] = []  # number and scheduling time of the steps in `seconds`
-    planned: dict[int, tuple[StepLoad, float]] = {}
+    planned: dict[int, tuple[StepLoad, float, list[tuple[int, int]]]] = {}
+    drafts: Counter[tuple[int, int]] = Counter()  # decode steps of requests by (verified, accepted) drafts
     to_next: dict[int, float] = {}
     last: int | None = None  # the newest scheduled step, if there were always unfinished requests since
     unfinished: set[str] = set()
@@ -100,7 +109,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                     load, now = _step_load(call["decision"]), check_number("now", call["now"])
                     if last is not None:
                         to_next[last] = now
-                    planned[call["step"]] = load, now
+                    planned[call["step"]] = load, now, _drafts_of_decodes(call["decision"])
                     last = call["step"] if load.num_rows else None
                 elif name == "fail":
                     planned.pop(call["step"], None)
@@ -109,7 +118,10 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                     unfinished.difference_update(each[0] for each in call["decision"]["finished"])
                     if not unfinished:
                         last = None
-                    (load, begin), taken = planned.pop(call["step"]), call["step_time"]
+                    (load, begin, decodes), taken = planned.pop(call["step"]), call["step_time"]
+                    for place, verified in decodes:
+                        accepted = 0 if call["counts"] is None else max(0, call["counts"][place] - 1)
+                        drafts[verified, min(accepted, verified)] += 1
                     if load.num_rows and taken is not None:
                         if check_number("step_time", taken) <= 0:
                             raise ValueError(f"step_time is {taken}; it must be more than 0 seconds")
@@ -139,6 +151,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
         config,
         num_requests,
         _TO_NEXT if has_host.any() else _DEVICE_ONLY,
+        speculation=_speculation(config, ((*pair, steps) for pair, steps in drafts.items())),
     )
 
 
@@ -165,7 +178,41 @@ def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
         raise CalibrationError(f"{path}: the recording has no steps; send requests to the server while it is recorded")
     columns = [observed.steps[name] for name in StepLoad._fields]
     loads = np.stack(columns, axis=1).astype(np.float64)[is_timed]
-    return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE, observed.model)
+    adapters = observed.steps.get(NUM_ADAPTERS)
+    return StepLog(
+        loads,
+        observed.seconds[is_timed],
+        observed.config,
+        len(observed.requests),
+        _WHOLE,
+        observed.model,
+        observed_speculation(observed),
+        None if adapters is None else adapters[is_timed] > 0,
+    )
+
+
+def observed_speculation(observed: Observed) -> Speculation | None:
+    """The drafts of an observed run; None: it had none.
+
+    Raises:
+        CalibrationError: the number of drafts in the configuration is impossible.
+    """
+    return _speculation(observed.config, (each for request in observed.requests for each in request.drafts))
+
+
+def _speculation(config: dict[str, Any], counts: Iterable[tuple[int, int, int]]) -> Speculation | None:
+    """The drafts of an engine with this configuration; None: it had none. `counts`: see `measured_speculation`."""
+    most = config.get("num_draft_tokens", 0)
+    if not isinstance(most, int) or not 0 <= most <= MAX_DRAFTS:
+        raise CalibrationError(f"num_draft_tokens is {most!r}; it must be a whole number from 0 to {MAX_DRAFTS}")
+    return measured_speculation(counts, most) if most else None
+
+
+def _drafts_of_decodes(decision: dict[str, Any]) -> list[tuple[int, int]]:
+    """(row index, number of drafts) of each row that decodes and was in the batch before, so could have drafts."""
+    columns = zip(decision["num_scheduled_tokens"], decision["num_draft_tokens"], decision["samples"], strict=True)
+    rows = list(enumerate(columns))[: decision["num_continued"]]
+    return [(place, drafts) for place, (tokens, drafts, samples) in rows if samples and tokens == drafts + 1]
 
 
 def _step_load(decision: dict[str, Any]) -> StepLoad:
@@ -173,7 +220,10 @@ def _step_load(decision: dict[str, Any]) -> StepLoad:
     for before, new in rows:
         if not (isinstance(before, int) and isinstance(new, int) and 0 <= before <= MAX_TOKENS and new > 0):
             raise ValueError(f"a row has {new!r} scheduled and {before!r} computed tokens; both must be whole numbers")
-    return StepLoad.of_rows(rows, sum(map(bool, decision["samples"])))
+    num_drafts = decision["num_draft_tokens"]
+    if not all(isinstance(each, int) and 0 <= each <= MAX_TOKENS for each in num_drafts):
+        raise ValueError(f"num_draft_tokens is {num_drafts!r}; it must be a list of whole numbers")
+    return StepLoad.of_rows(rows, sum(map(bool, decision["samples"])) + sum(num_drafts))
 
 
 def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
@@ -231,6 +281,16 @@ def _least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
     return coefficients
 
 
+def fit_adapter_share(loads: FloatArray, seconds: FloatArray, has_adapters: BoolArray) -> float:
+    """The share by which steps with adapters take longer than equal steps without. 0 if steps of either kind are too
+    few to show it; the time of adapters is then part of the step times."""
+    if min(np.count_nonzero(has_adapters), np.count_nonzero(~has_adapters)) < MIN_STEPS:
+        return 0.0
+    plain = predict_steps(fit_steps(loads[~has_adapters], seconds[~has_adapters]), loads[has_adapters])
+    usual = seconds[has_adapters] < OUTLIER * plain
+    return max(0.0, float(seconds[has_adapters][usual].sum() / plain[usual].sum()) - 1)
+
+
 def predict_steps(step_time: LinearStepTime, loads: FloatArray) -> FloatArray:
     """Predicted seconds of each step."""
     return np.array([step_time.of_step(StepLoad(*map(int, load))) for load in loads])
@@ -244,4 +304,6 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
 def _coefficient_columns(loads: FloatArray) -> FloatArray:
     """The factor of each coefficient in each step's seconds, [steps, 7 coefficients]."""
     tokens, rows, context, attended, samples = loads.T
-    return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)
+    return np.stack(
+        [np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > np.maximum(rows, samples)], axis=1
+    )

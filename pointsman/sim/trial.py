@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig
+from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import RoundRobin, Routing
 from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.outcome import Timings
@@ -24,6 +25,7 @@ from pointsman.sim.report.intervals import Draws, consecutive_blocks, estimate_d
 from pointsman.sim.report.summary import Targets, gap_blocks, mean_gaps, meets_targets
 from pointsman.sim.simulator import Outcome, Progress, simulate
 from pointsman.sim.step_time import StepTime
+from pointsman.sim.topology import ONE_ENGINE, Topology
 from pointsman.sim.workload import Workload
 
 FloatArray = npt.NDArray[np.float64]
@@ -164,7 +166,11 @@ class Judge:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Host memory behind the KV pool of each replica; None: no host memory."""
+    """Host memory behind the KV pool of each engine; None: no host memory."""
+    features: Features = PLAIN
+    """Drafts of each engine, and the cost of its adapters."""
+    topology: Topology = ONE_ENGINE
+    """The engines of each replica."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate a job.
@@ -183,6 +189,8 @@ class Judge:
             routing=self.routing(),
             seed=self.seed,
             host_memory=self.host_memory,
+            features=self.features,
+            topology=self.topology,
             progress=progress,
         )
         if not outcome.is_complete:

@@ -12,13 +12,14 @@ no other purpose, and a user's requests do not depend on when the server finishe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, islice
+from dataclasses import dataclass, field, replace
+from itertools import count, islice, repeat
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from pointsman.sim.distributions import (
+    Adapters,
     Arrivals,
     BurstArrivals,
     Constant,
@@ -32,6 +33,7 @@ from pointsman.sim.distributions import (
     PoissonArrivals,
     Uniform,
     WorkloadError,
+    parse_adapters,
     parse_arrivals,
     parse_distribution,
     sample_lengths,
@@ -41,6 +43,7 @@ from pointsman.traces import TraceRequest
 
 __all__ = [
     "EOS_TOKEN",
+    "Adapters",
     "Arrivals",
     "BurstArrivals",
     "ClosedLoop",
@@ -64,9 +67,11 @@ __all__ = [
     "WorkloadError",
     "blank_prompt",
     "filler_token",
+    "parse_adapters",
     "parse_arrivals",
     "parse_distribution",
     "prompt_tokens",
+    "with_adapters",
 ]
 
 Arrival: TypeAlias = tuple[float, SimRequest]
@@ -75,7 +80,7 @@ Arrival: TypeAlias = tuple[float, SimRequest]
 CHUNK = 1024
 """Number of values drawn in one call. Another size gives other workloads for the same seed."""
 
-_ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS, _STARTS = range(6)
+_ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS, _STARTS, _ADAPTERS = range(7)
 """Numbers of the generators' purposes. A new purpose gets a new number, so that no other generator changes."""
 
 
@@ -104,10 +109,13 @@ class Lengths:
     """The clients' `max_tokens`; longer drawn outputs are shortened to this length."""
     priority: int = 0
     tenant: str = ""
+    adapters: Adapters | None = None
+    """Popularity of the adapters (LoRA) of requests; None: no request has an adapter."""
 
     def requests(self, seed: int) -> Iterator[SimRequest]:
         """An endless iterator of requests, numbered from 0."""
         prompts, outputs = _generator(seed, _PROMPTS), _generator(seed, _OUTPUTS)
+        adapters = _drawn_adapters(self.adapters, seed)
         index = 0
         while True:
             prompt_lens = sample_lengths(self.prompt, prompts, CHUNK).tolist()
@@ -120,6 +128,7 @@ class Lengths:
                     max_tokens=self.max_tokens,
                     priority=self.priority,
                     tenant=self.tenant,
+                    adapter=next(adapters),
                     index=index,
                 )
                 index += 1
@@ -280,6 +289,7 @@ class _Session:
     output_lens: list[int]
     think_times: list[float]
     """Seconds before each turn but the first."""
+    adapter: int | None = None
     turns: tuple[Turn, ...] = ()
 
 
@@ -310,6 +320,8 @@ class Sessions:
     tenant: str = ""
     retention: float | None = None
     """Retention of every request except the last one of a session, see `SimRequest.retention`."""
+    adapters: Adapters | None = None
+    """Popularity of the adapters (LoRA) of sessions; None: no session has an adapter."""
     seed: int = 0
     _sessions: dict[int, _Session] = field(default_factory=dict, init=False, repr=False)
     """Sessions by the index of their last request."""
@@ -365,6 +377,7 @@ class Sessions:
             tenant=self.tenant,
             retention=self.retention if turn + 1 < len(session.new_lens) else None,
             session=session.name,
+            adapter=session.adapter,
             index=index,
             turns=session.turns,
         )
@@ -381,6 +394,7 @@ class Sessions:
             new_lens=first + sample_lengths(self.new_text, prompts, turns - 1).tolist(),
             output_lens=sample_lengths(self.output, _generator(self.seed, _OUTPUTS, session_number), turns).tolist(),
             think_times=self.think.sample(_generator(self.seed, _THINKING, session_number), turns - 1).tolist(),
+            adapter=next(_drawn_adapters(self.adapters, self.seed, session_number)),
         )
 
 
@@ -390,6 +404,22 @@ class Sessions:
 def _generator(seed: int, *purpose: int) -> np.random.Generator:
     """The random generator of one purpose, independent of all other generators."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
+
+
+def with_adapters(trace: Sequence[TraceRequest], adapters: Adapters, seed: int) -> list[TraceRequest]:
+    """The requests of a trace, each with an adapter that is drawn by its popularity."""
+    drawn = _drawn_adapters(adapters, seed)
+    return [replace(request, adapter=next(drawn)) for request in trace]
+
+
+def _drawn_adapters(adapters: Adapters | None, seed: int, *purpose: int) -> Iterator[int | None]:
+    """An endless iterator of adapters; of None if there are none."""
+    if adapters is None:
+        yield from repeat(None)
+    else:
+        rng = _generator(seed, _ADAPTERS, *purpose)
+        while True:
+            yield from adapters.sample(rng, CHUNK if not purpose else 1).tolist()
 
 
 def _drawn_values(distribution: Distribution, rng: np.random.Generator) -> Iterator[float]:
@@ -429,6 +459,7 @@ def _from_trace(traced: TraceRequest, index: int) -> SimRequest:
         max_tokens=traced.max_tokens,
         priority=traced.priority,
         retention=traced.retention,
+        adapter=traced.adapter,
         index=index,
     )
 

@@ -28,9 +28,10 @@ left out and counted (`Trace.left_out`). A request without output tokens failed;
 value is an error that names the line: a missing field, a negative number, a value that is not a number, a fraction of a
 token, or more than 2**31 - 1 tokens. Blank lines and a byte-order mark are ignored.
 
-`read_measurements` reads the last four formats with their measured times. Begin with `read.py`; the results are defined
-in `requests.py`, and each family of formats is read by one file. This package may import `pointsman.core`; it needs
-NumPy and the standard library.
+`read_measurements` reads the last four formats with their measured times. `read_run_summaries` reads a file of another
+kind: runs of a server, each with its arrivals and the means that a client measured. Begin with `read.py`; the results
+are defined in `requests.py`, and each family of formats is read by one file. This package may import `pointsman.core`;
+it needs NumPy and the standard library.
 
 A hash id identifies the content of its block and of all blocks before it. `prompt_token_ids` turns hash ids into
 tokens: equal ids at the same place become equal tokens, so a prefix cache has the same hits as with the original
@@ -52,9 +53,11 @@ from pointsman.traces.requests import (
     about_left_out,
     served,
 )
+from pointsman.traces.run_summaries import FIGURES, RunSummary, is_run_summaries, read_run_summaries
 from pointsman.traces.tokens import prompt_token_ids
 
 __all__ = [
+    "FIGURES",
     "MAX_HASH_ID",
     "MAX_TOKENS",
     "MOONCAKE_BLOCK_SIZE",
@@ -63,13 +66,16 @@ __all__ = [
     "MeasuredRequest",
     "Observed",
     "ObservedRequest",
+    "RunSummary",
     "Trace",
     "TraceError",
     "TraceRequest",
     "about_left_out",
+    "is_run_summaries",
     "prompt_token_ids",
     "read_measurements",
     "read_observed",
+    "read_run_summaries",
     "read_trace",
     "served",
 ]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS, kind_of_other_file
+from pointsman.core.recording import FORMAT, FORMAT_VERSION, NUM_ADAPTERS, OBSERVED_STEPS, kind_of_other_file
 from pointsman.core.state.status import FinishReason
 from pointsman.files import MAX_MESSAGE, open_input, shown
 from pointsman.traces.lines import numbered_lines
@@ -51,11 +51,17 @@ class ObservedRequest:
     num_preemptions: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     """Runs of consecutive steps in which the request got a token: the first and the last step of each run."""
+    drafts: list[tuple[int, int, int]] = field(default_factory=list)
+    """(number of verified drafts, number of accepted drafts, number of steps) of runs of equal decode steps, in order.
+    First steps after an admission are left out."""
+    adapter: int | None = None
+    """Number of the request's adapter (LoRA), from 0 in the order of first use; None: it has none."""
 
     @property
     def num_runs_tokens(self) -> int:
-        """Number of output tokens, if each step of `runs` gave the request one token."""
-        return sum(last - first + 1 for first, last in self.runs)
+        """Number of tokens that the request got in the steps of `runs`: one and the accepted drafts."""
+        num_steps = sum(last - first + 1 for first, last in self.runs)
+        return num_steps + sum(accepted * steps for _, accepted, steps in self.drafts)
 
 
 @dataclass(slots=True)
@@ -74,7 +80,9 @@ class Observed:
     requests: list[ObservedRequest]
     """Observed requests, in the order in which they were added."""
     steps: dict[str, Int64Array]
-    """One array [steps] for each name in `OBSERVED_STEPS`."""
+    """One array [steps] for each name in `OBSERVED_STEPS`, and for `NUM_ADAPTERS` if the server had adapters."""
+    drafter: str = ""
+    """Method of the drafter, as `vllm serve` names it; empty: no speculation."""
 
     @property
     def ended(self) -> FloatArray:
@@ -96,6 +104,7 @@ class Observed:
             hash_block_size=self.hash_block_size,
             max_tokens=request.max_tokens,
             priority=request.priority,
+            adapter=request.adapter,
         )
 
     def measured(self) -> list[TraceRequest | MeasuredRequest]:
@@ -180,6 +189,7 @@ class _Reader:
             hash_block_size=block_size if size is None else check_tokens("hash_block_size", size, 1),
             requests=[],
             steps={},
+            drafter=str(observed.get("drafter") or ""),
         )
         self._by_id: dict[str, ObservedRequest] = {}
         self._columns: dict[str, list[int]] = {name: [] for name in OBSERVED_STEPS}
@@ -213,6 +223,7 @@ class _Reader:
             max_tokens=check_tokens("max_tokens", fields["max_tokens"], 1),
             priority=check_integer("priority", fields["priority"]),
             block_hash_ids=ids,
+            adapter=None if fields.get("adapter") is None else check_tokens("adapter", fields["adapter"], 0),
         )
         self._by_id[request.request_id] = request
         self._found.requests.append(request)
@@ -227,6 +238,7 @@ class _Reader:
         request.runs = [
             (check_tokens("a step", first, 0), check_tokens("a step", last, first)) for first, last in call["steps"]
         ]
+        request.drafts = [_drafts(*each) for each in call.get("drafts", ())]
 
     def _read_steps(self, call: dict[str, Any]) -> None:
         if call["step"] != self._num_steps:
@@ -234,18 +246,21 @@ class _Reader:
                 f"the line begins with step {call['step']!r}, but the next step is {self._num_steps}: lines are "
                 "missing; make a new recording"
             )
-        columns = [call[name] for name in OBSERVED_STEPS]
+        names = (*OBSERVED_STEPS, NUM_ADAPTERS) if NUM_ADAPTERS in call else OBSERVED_STEPS
+        columns = [call[name] for name in names]
         sizes = {len(column) for column in columns}
         if len(sizes) != 1:
             raise Broken(f"the columns have different lengths: {sorted(sizes)}; make a new recording")
-        for name, column in zip(OBSERVED_STEPS, columns, strict=True):
+        for name, column in zip(names, columns, strict=True):
             if not all(type(value) is int and abs(value) <= MAX_HASH_ID for value in column):
                 raise Broken(f"{name} must be a list of integers from -2**62 to 2**62")
-            self._columns[name] += column
+            self._columns.setdefault(name, []).extend(column)
         self._num_steps += len(columns[0])
 
     def close(self) -> Observed:
         found = self._found
+        if len({len(column) for column in self._columns.values()}) > 1:
+            raise Broken(f"only some steps have {NUM_ADAPTERS}: lines are missing; make a new recording")
         found.steps = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
         self._set_queue_times()
         for request in found.requests:
@@ -265,6 +280,14 @@ class _Reader:
         for request, step in zip(requests, before.tolist(), strict=True):
             earliest = -np.inf if step < 0 else float(steps["began_us"][step]) / 1e6
             request.queued = min(request.queued, max(request.arrival + way, earliest))
+
+
+def _drafts(verified: object, accepted: object, steps: object) -> tuple[int, int, int]:
+    num_verified = check_tokens("a number of drafts", verified, 0)
+    num_accepted = check_tokens("a number of accepted drafts", accepted, 0)
+    if num_accepted > num_verified:
+        raise Broken(f"{num_accepted} of {num_verified} drafts were accepted; it must be at most all of them")
+    return num_verified, num_accepted, check_tokens("a number of steps", steps, 1)
 
 
 class _Chains:

@@ -163,6 +163,10 @@ def _recognise_format(head: bytes, timed: bool) -> Reader:
             return read_vllm_bench
         if key in ("metadata", "benchmarks"):
             return read_guidellm
+        if key == "arrivals":
+            raise Broken(
+                "line 1: a summary of a whole run, which pointsman calibrate reads; it is no trace of requests"
+            )
         if key != "format":
             stream.skip()
         elif stream.value() == FORMAT:

@@ -54,6 +54,9 @@ class TraceRequest:
     retention: float | None = None
     """Number of seconds after the request's end for which the client wanted its prefix kept cached; None: not given, or
     unknown."""
+    adapter: int | None = None
+    """Number of the adapter (LoRA) that the request ran with, from 0 in the order of first use; None: none, or unknown.
+    Only recordings have adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,63 @@ def test_calibrate_refuses_wrong_files_and_options_in_one_line(
         assert line.startswith("pointsman: error: ") and wrong in line
 
 
+# ---------------------------------------------------------------------- summaries of runs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three short runs on an L4."""
+    lines = [
+        {
+            "device": "NVIDIA L4", "model": "Qwen/Qwen2.5-0.5B", "max_num_batched_tokens": budget, "max_num_seqs": 8,
+            "prompt_tokens": 1500, "output_tokens": 4, "arrivals": [0.0, 0.1, 0.5], "avg_ttft": 0.09,
+            "avg_tpot": 0.02, "avg_latency": 0.15,
+        }
+        for budget in (512, 512, 2048)
+    ]  # fmt: skip
+    path = tmp_path / "runs.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_calibrate_fits_to_summaries_of_runs(
+    pointsman: Callable[..., Any], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    ended = pointsman("calibrate", runs, "--train-budget", 512, "--output", tmp_path / "profile.json")
+    assert (ended.code, ended.err) == (0, "")
+    lines = [line.split() for line in ended.out.splitlines()]
+    assert ended.out.startswith("fitted to 2 of 3 runs of runs.jsonl in ")
+    assert ["training,", "budget", "512", "2"] in [line[:4] for line in lines]
+    assert ["held", "out,", "budget", "2,048", "1"] in [line[:5] for line in lines]
+    assert any(line[:1] == ["request_overhead"] for line in lines)
+    profile = load_profile(tmp_path / "profile.json")
+    assert (profile.kind, profile.num_train, profile.settings.max_num_batched_tokens) == ("runs", 2, 512)
+    ended = pointsman("calibrate", runs, "--json")
+    found = json.loads(ended.out.splitlines()[-1])
+    assert found["num_train"] == 2 and found["num_runs"] == 1
+    assert found["efficiencies"]["linear"] > 0 and found["request_overhead"] > 0
+    assert isinstance(found["latency_mape"], float)
+
+
+def test_calibrate_refuses_options_that_runs_do_not_need(
+    pointsman: Callable[..., Any], runs: Path, log: Path, tmp_path: Path
+) -> None:
+    for words, wrong in (
+        ([runs, "--max-num-seqs", 8], "--max-num-seqs has no effect: each line of"),
+        ([runs, "--no-async-scheduling"], "--async-scheduling has no effect"),
+        ([runs, "--plot", tmp_path / "a.png"], "--plot has no effect with summaries of runs"),
+        ([runs, "--train-budget", 1024], "no run has the budget 1024; the runs have 512, 2048"),
+        ([runs, "--device", "h100"], "no run is left: 3 runs on other devices"),
+        ([runs, "--device", "memory=1"], "has no bandwidth"),
+        ([log, "--train-budget", 512], "--train-budget has no effect"),
+    ):
+        ended = pointsman("calibrate", *words)
+        assert ended.code == 2
+        (line,) = ended.err.splitlines()
+        assert line.startswith("pointsman: error: ") and wrong in line
+
+
 @pytest.mark.long
 def test_two_processes_fit_the_same_step_times_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find the same step times as one process."""

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from pointsman.cli.errors import CommandError
 from pointsman.cli.simulation import seconds, service_of_options, workload_of_options
 from pointsman.sim.devices import DEVICES
 from pointsman.sim.fleet import ROUTINGS
 from pointsman.sim.shapes import SHAPES
+from pointsman.sim.step_time import StepLoad
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 from tests.cli.test_capacity import profile
@@ -99,6 +101,8 @@ def test_simulate_lists_all_models_devices_and_presets(pointsman: Run) -> None:
     assert finished.code == 0
     for name in (*SHAPES, *DEVICES, *ROUTINGS, "low-latency", "nano-vllm", "datasheet"):
         assert name in finished.out
+    helped = " ".join(pointsman("simulate", "--help").out.split())
+    assert f"{', '.join(list(ROUTINGS)[:-1])} or {list(ROUTINGS)[-1]}" in helped
 
 
 def test_simulate_help_begins_with_the_main_options(pointsman: Run) -> None:
@@ -156,6 +160,78 @@ def test_several_replicas_with_a_routing_rule_are_simulated(pointsman: Run, trac
     assert found["counts"]["finished"] == 20
 
 
+def test_layers_with_windows_are_kept_in_groups_unless_disabled(tmp_path: Path) -> None:
+    window, full = ("window", 1024), ("full", 0)
+    grouped = service_of_options({"model": "gemma-3-27b-it"}, None)
+    assert grouped.config.kv_groups == (window,) * 6 + (full,)
+    assert "6 groups of a window of 1024" in grouped.kv_text and "of requests of 131,072 tokens" in grouped.kv_text
+    plain = service_of_options({"model": "gemma-3-27b-it", "disable_hybrid_kv_cache_manager": True}, None)
+    assert not plain.config.kv_groups
+    assert grouped.config.num_blocks == pytest.approx(6.2 * plain.config.num_blocks, rel=1e-3)
+    assert grouped.sized(grouped.config.replace(num_blocks=1)) == grouped.config
+    given = service_of_options({"model": "gpt-oss-20b", "num_blocks": 5000}, None)
+    assert given.config.kv_groups == (("window", 128), full) and "1 group of a window of 128" in given.kv_text
+    profile(max_rows=1).save(tmp_path / "profile.json")
+    with pytest.raises(CommandError, match="no effect without a model's layers"):
+        service_of_options({"profile": str(tmp_path / "profile.json"), "disable_hybrid_kv_cache_manager": True}, None)
+
+
+def test_host_memory_holds_blocks_of_the_groups_of_layers() -> None:
+    offload = {"model": "gemma-3-27b-it", "kv_offload_bytes": "64GiB"}
+    grouped = service_of_options(offload, None)
+    plain = service_of_options({**offload, "disable_hybrid_kv_cache_manager": True}, None)
+    assert grouped.host_memory is not None and plain.host_memory is not None
+    assert plain.host_memory.bytes_per_token == pytest.approx(6.2 * grouped.host_memory.bytes_per_token)
+
+
+MIXTURE = ("--model", "Qwen3-30B-A3B", *SHORT_RUN)
+
+
+def test_data_parallel_ranks_of_experts_share_them_and_step_together(pointsman: Run) -> None:
+    given = {"model": "Qwen3-30B-A3B", "data_parallel_size": 4}
+    one, four = (service_of_options({**given, "data_parallel_size": count}, None) for count in (1, 4))
+    assert one.kv is not None and four.kv is not None
+    assert four.kv.weights < 0.4 * one.kv.weights and four.topology.is_lockstep
+    found = report(pointsman("simulate", *MIXTURE, "--data-parallel-size", 4, "--json"))
+    assert "4 data parallel ranks that step together" in found["service"]
+    assert [each["name"] for each in found["engines"]] == [f"rank {rank}" for rank in range(4)]
+    assert sum(each["num_requests"] for each in found["engines"]) == 40
+    assert all(0 < each["busy"] <= 1 and each["max_kv_cache_usage"] > 0 for each in found["engines"])
+    whole = service_of_options({**given, "enable_expert_parallel": True}, None)
+    load = StepLoad.of_rows([(500, 1)] * 8)
+    assert whole.step_time.of_step(load) > four.step_time.of_step(load), "the device with the most work is waited for"
+
+
+def test_data_parallel_ranks_of_a_dense_model_are_independent(pointsman: Run) -> None:
+    dense = service_of_options({"data_parallel_size": 2}, None)
+    assert not dense.topology.is_lockstep and "2 data parallel ranks" in dense.title
+    assert dense.config.num_blocks == service_of_options({}, None).config.num_blocks
+    text = pointsman("simulate", *SHORT_RUN, "--data-parallel-size", 2).out
+    assert "rank 0" in text and "rank 1" in text
+
+
+def test_prefill_and_decode_engines_are_simulated_with_transfers(pointsman: Run) -> None:
+    roles = ("--prefill-replicas", 1, "--decode-replicas", 2)
+    found = report(pointsman("simulate", *SHORT_RUN, *roles, "--json"))
+    assert "1 prefill and 2 decode engines" in found["service"]
+    assert [each["name"] for each in found["engines"]] == ["prefill 0", "decode 0", "decode 1"]
+    assert [each["num_requests"] for each in found["engines"]] == [40, 20, 20]
+    assert found["kv_transfers"]["num_transfers"] == found["counts"]["finished"] == 40
+    slow = (*roles, "--kv-transfer-bandwidth", "1GB", "--kv-transfer-latency", "5ms")
+    slower = report(pointsman("simulate", *SHORT_RUN, *slow, "--json"))
+    assert slower["ttft"]["mean"]["value"] > found["ttft"]["mean"]["value"] + 0.01
+    assert slower["counts"]["generated_tokens"] == found["counts"]["generated_tokens"]
+    text = pointsman("simulate", *SHORT_RUN, *roles, "--routing", "least-loaded").out
+    assert "40 KV transfers took" in text
+
+
+def test_capacity_and_tune_accept_engines_of_every_kind(pointsman: Run) -> None:
+    sizes = ("--prompt-tokens", 200, "--output-tokens", 20, "--requests", 60, "--ttft-target", "300ms")
+    for kind in (("--prefill-replicas", 1, "--decode-replicas", 1), ("--data-parallel-size", 2)):
+        finished = pointsman("capacity", *sizes, *kind, "--tolerance", 0.5)
+        assert finished.code == 0 and "requests/s" in finished.out, finished.err
+
+
 def test_tensor_parallelism_increases_the_number_of_blocks() -> None:
     one, two = (service_of_options({"tensor_parallel": count}, None) for count in (1, 2))
     assert one.kv is not None and two.kv is not None
@@ -184,12 +260,23 @@ def test_durations_are_parsed_with_their_units(text: str, value: float) -> None:
 
 # ---------------------------------------------------------------------- bad input
 
+APART = ("--prefill-replicas", "1", "--decode-replicas", "1")
+
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--routing", "any", "--replicas", "2"], ["'any'", "round-robin"]),
         (["--routing", "round-robin"], ["--routing", "--replicas 2"]),
+        (["--prefill-replicas", "1"], ["prefill_replicas is 1 and decode_replicas is 0", "give both"]),
+        (["--data-parallel-size", "0"], ["data_parallel_size is 0", "at least 1"]),
+        (["--enable-expert-parallel"], ["Llama-3.1-8B has no experts to divide"]),
+        (["--kv-transfer-bandwidth", "1GB"], ["--kv-transfer-bandwidth has no effect", "--prefill-replicas"]),
+        ([*APART, "--kv-transfer-bandwidth", "fast"], ["kv_transfer_bandwidth 'fast' is not a size"]),
+        ([*APART, "--no-enable-prefix-caching"], ["enable_prefix_caching is off", "turn enable_prefix_caching on"]),
+        ([*APART, "--kv-offload-bytes", "1GiB"], ["engines that transfer KV are simulated without host memory"]),
+        ([*APART, "--film", "film"], ["--film records one scheduler", "2 engines"]),
+        (["--model", "Mixtral-8x7B", "--device", "cpu", "--data-parallel-size", "2"], ["cpu has no link to peers"]),
         (["--replicas", "0"], ["--replicas is 0", "at least 1"]),
         (["--preset", "best"], ["'best'", "low-latency"]),
         (["--gpu-memory-utilization", "2"], ["gpu_memory_utilization is 2", "at most 1"]),

@@ -268,6 +268,14 @@ def gpt_oss() -> LoadedModel:
 
 
 @cache
+def windows_alone() -> LoadedModel:
+    """Every layer has a window, so there is one group."""
+    config = FAMILIES["gemma3"]()
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": WINDOW}
+    return wrap_model(build(type(config)(**{**config.to_dict(), **HEAD16, **layers}), seed=3))
+
+
+@cache
 def expected_of(make: Callable[[], LoadedModel]) -> list[list[int]]:
     """The tokens of the model that `make` returns for the prompts, in an engine without KV groups."""
     return tokens_of(Engine(make(), disable_hybrid_kv_cache_manager=True, **KNOBS))
@@ -275,6 +283,30 @@ def expected_of(make: Callable[[], LoadedModel]) -> list[list[int]]:
 
 MODELS = pytest.mark.parametrize("make", [gemma, gpt_oss], ids=["gemma3", "gpt-oss"])
 OFFLOAD = {"num_blocks": TIGHT, "kv_offload_bytes": 1 << 22}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_evicted_blocks_of_windows_alone_come_back_from_host_memory(steps: int) -> None:
+    """A load fills only the blocks of the window, which do not begin where the cached prefix ends."""
+    engine = Engine(windows_alone(), max_steps_in_flight=steps, **{**KNOBS, **OFFLOAD, "num_blocks": 18})
+    assert [group.kind for group in engine.scheduler.config.kv_groups] == ["window"]
+    assert tokens_of(engine) == expected_of(windows_alone)
+    assert engine.counters.num_restored_blocks > 5
+
+
+def test_the_kv_store_keeps_the_blocks_of_windows_alone(tmp_path: Path) -> None:
+    first = Engine(windows_alone(), kv_store=str(tmp_path), **KNOBS)
+    assert tokens_of(first) == expected_of(windows_alone)
+    first.close()
+    conversation = [*prompts()[0], *expected_of(windows_alone)[0], 9, 8, 7]
+    found = []
+    for store in (None, str(tmp_path)):
+        engine = Engine(windows_alone(), kv_store=store, **KNOBS)
+        engine.add_request("0", conversation, GREEDY)
+        while engine.has_unfinished_requests():
+            found += [output.token_ids for output in engine.step() if output.finished]
+    assert found[0] == found[1]
+    assert engine.counters.num_loaded_blocks > 0
 
 
 @MODELS

@@ -13,6 +13,7 @@ from tests.integrations.vllm_process import NEEDS_VLLM, decided_alike
 WORKLOADS = seeds(20, 330)
 SESSIONS = seeds(6, 200)
 GRAMMARS = seeds(10, 200)
+INTERVALS = seeds(10, 300)
 MET_PER_100 = {
     "steps": 5_000,
     "preemptions": 150,
@@ -46,3 +47,8 @@ def test_parts_of_streaming_prompts_run_in_the_same_steps_as_in_vllm() -> None:
 def test_scheduling_decisions_with_grammars_equal_vllms() -> None:
     met = {"steps": 5_000, "grammars": 800, "refused": 100, "hits": 100, "drafts": 500, "asynchronous": 20}
     decided_alike(GRAMMARS, "grammars", met_per_100=met)
+
+
+def test_prompts_at_intervals_are_computed_in_the_same_steps_as_in_vllm() -> None:
+    met = {"steps": 5_000, "held": 700, "held back": 100, "hits": 100, "preemptions": 50, "asynchronous": 20}
+    decided_alike(INTERVALS, "intervals", met_per_100=met)

@@ -12,7 +12,15 @@ import pytest
 
 from pointsman.core import replay
 from tests.forms import seeds, short_of
-from tests.integrations.vllm_process import NEEDS_VLLM, RUN, SHORT_MODELS, decided_alike, run_in_vllm, vllm_parent
+from tests.integrations.vllm_process import (
+    NEEDS_VLLM,
+    RUN,
+    SHORT_MODELS,
+    compared,
+    decided_alike,
+    run_in_vllm,
+    vllm_parent,
+)
 
 pytestmark = NEEDS_VLLM
 FLAG = "--disable-hybrid-kv-cache-manager"
@@ -196,3 +204,9 @@ def test_failed_steps_with_kv_groups_lose_no_request_and_no_block() -> None:
     for run in seeds(8, 170).runs(RUN):
         tally.update(run_in_vllm("vllm_group_faults.py", run.start, len(run), timeout=600))
     assert min(tally[what] for what in ("raised", "resets", "preemptions", "hits")) > 0, tally
+
+
+def test_the_simulator_groups_layers_as_vllm_does() -> None:
+    """The number of layers in a block, and so the number of blocks that it estimates for a device."""
+    tally = compared("vllm_layer_groups.py", seeds(50, 1000))
+    assert min(tally["several groups of a kind"], tally["a short group"]) > tally["models"] / 4

@@ -29,6 +29,10 @@ MET_PER_10 = {
     "asynchronous": 2,
     "requests": 100,
     "with groups": 3,
+    "accepted drafts": 50,
+    "rejected drafts": 50,
+    "with adapters": 20,
+    "simulated": 5,
 }
 """Minimum number of each event in these workloads, so that the test cannot pass without them."""
 OBSERVER = ("--scheduler-cls", "pointsman.integrations.vllm.Observer")
@@ -59,10 +63,11 @@ def test_observer_failures_end_the_recording_and_not_vllm() -> None:
         assert each["finished"] == found["own"]["finished"] == 20
         assert not each["recording"]
     assert "has no effect on Observer" in found["drop-in knob"]
-    assert found["sliding window"] == ["KV of the kind SlidingWindowSpec"]
-    assert found["two groups"] == [
+    assert found["groups that are simulated"] == []
+    assert found["blocks of two sizes"] == [
         "2 KV groups (FullAttentionSpec, SlidingWindowSpec) (as one group: --disable-hybrid-kv-cache-manager)"
     ]
+    assert found["states"] == ["2 KV groups (FullAttentionSpec, MambaSpec)"]
 
 
 # ------------------------------------------------------------------ a server

@@ -61,6 +61,20 @@ def test_flags_that_vllm_accepts_are_not_refused() -> None:
     assert 0.97 < settled(scheduler_config__watermark=0.99).watermark < 1.0, "all but one of the usable blocks"
 
 
+def test_the_prefill_interval_has_the_effect_that_it_has_in_vllm() -> None:
+    """Data parallel engines get the decision from the engine core; before 0.33 no other engine has an interval."""
+    alone = {"scheduler_config__prefill_schedule_interval": 4}
+    several = {**alone, "parallel_config__data_parallel_size": 2}
+
+    def interval(version: str, **changes: Any) -> Any:
+        kv_cache_config: Any = SimpleNamespace(num_blocks=40)
+        return scheduler_config(vllm_config(**changes), kv_cache_config, 16, {}, version).prefill_interval
+
+    assert interval("0.33.0") == interval("0.32.0") == 1
+    assert (interval("0.32.0", **alone), interval("0.33.0", **alone)) == (1, 4)
+    assert interval("0.32.0", **several) == interval("0.33.0", **several) == "host"
+
+
 def test_token_budget_may_be_too_small_for_drafts_of_all_rows() -> None:
     """vLLM's default for a server is 2,048 tokens and 256 requests."""
     many = settled(
@@ -167,7 +181,6 @@ def test_every_knob_is_set_by_a_vllm_flag_or_by_additional_config() -> None:
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
         ({"aux_output_config__enabled": True}, "auxiliary outputs"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
-        ({"scheduler_config__prefill_schedule_interval": 4}, "prefill_schedule_interval is 4"),
         ({"observability_config__kv_cache_metrics": True}, "leave --kv-cache-metrics out"),
         (
             {"scheduler_config__async_scheduling": True, "parallel_config__pipeline_parallel_size": 2},

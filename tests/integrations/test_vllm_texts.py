@@ -36,11 +36,11 @@ def test_decoded_texts_equal_those_of_vllm(name: str, tmp_path: Path) -> None:
         output, prompt = ours[split], token_ids[:split]
         assert output.outputs[0].logprobs is not None
         own = output.outputs[0].logprobs[0][token_ids[split]].decoded_token
-        if not decoder.unfinished(prompt):
+        if not decoder.incomplete_bytes(prompt):
             num_whole += 1
             # An unfinished character is a replacement character in our text, and missing in theirs.
             assert (output.text.rstrip(REPLACEMENT), own) == (text or output.text.rstrip(REPLACEMENT), decoded)
-        elif decoder.unfinished([*prompt, token_ids[split]]):
+        elif decoder.incomplete_bytes([*prompt, token_ids[split]]):
             assert (own, decoded, text) == ("", "", "") and set(output.text) == {REPLACEMENT}
         else:  # theirs repeats the prompt's text before the character that the output completes
             assert text == decoder.prompt_text(prompt) + output.text and own is not None and own.endswith(output.text)

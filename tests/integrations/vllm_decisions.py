@@ -1,12 +1,12 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups|states|images|encoder|sessions|grammars]
+    python vllm_decisions.py FIRST COUNT [groups|states|images|encoder|sessions|grammars|intervals]
 
 prints one JSON line: counts of events, and the differences (with the root of the repository and its benchmarks in
 PYTHONPATH). With "groups", the KV is in several layouts; with "states", some of it is states that are not cached, and
 rows verify drafts; with "images", prompts have some, under small encoder budgets and caches; with "encoder", models are
 encoder-decoders; with "sessions", some prompts come in parts; with "grammars", some outputs follow a grammar, which is
-compiled meanwhile.
+compiled meanwhile; with "intervals", prompts are computed at intervals, of which the scheduler or the host decides.
 
 Both are built as vLLM's engine core builds them, and get the same calls. A stand-in for the model runner executes their
 decisions; its token is a function of the request and the position. In every step the requests, their tokens,
@@ -170,6 +170,8 @@ class Workload:
     """vLLM's `prefix_cache_retention_interval`."""
     is_strict: bool = False
     """Whether no decision may differ, because nothing runs out; see also `_may_do_more`."""
+    held_by_host: bool = False
+    """Whether the host holds prompts back, as in data parallel engines, and not the scheduler's own interval."""
     encoder: tuple[int, int] = (0, 0)
     """Maximum embeddings of a step, and of the cache."""
     is_encoder_decoder: bool = False
@@ -288,6 +290,13 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         _add_images(workload, rng)
     if kind == "sessions":
         _add_parts(workload, rng)
+    if kind == "intervals":
+        # vLLM's own counts requests that wait for an adapter's slot as backlog otherwise: see the module's docstring.
+        workload.max_loras = 0
+        for request in (request for requests in workload.arrivals.values() for request in requests):
+            request["lora"] = 0
+        workload.scheduler["prefill_schedule_interval"] = rng.choice((2, 3, 5, 12))
+        workload.held_by_host = is_before(vllm.__version__, "0.33") or rng.random() < 0.5
     if kind == "grammars":
         _add_grammars(workload, rng)
     workload.is_strict = has_encoder or kind == "states"
@@ -671,9 +680,9 @@ class Side:
     def abort(self, names: list[str]) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
-    def schedule(self) -> dict[str, Any]:
-        """Decide a step and execute it; returns the decisions."""
-        output = self.scheduler.schedule()
+    def schedule(self, throttle_prefills: bool = False) -> dict[str, Any]:
+        """Decide a step and execute it; returns the decisions. `throttle_prefills`: see vLLM's `schedule`."""
+        output = self.scheduler.schedule(throttle_prefills)
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.core.check_invariants()
             self.contents.take(output, self._sample)
@@ -859,6 +868,8 @@ def configured(base: Any, workload: Workload) -> Any:
     for name, value in scheduler.items():
         setattr(config.scheduler_config, name, value)
     config.scheduler_config.async_scheduling = workload.asynchronous
+    config.parallel_config = copy.copy(base.parallel_config)
+    config.parallel_config.data_parallel_size = 2 if workload.held_by_host else 1
     config.cache_config.block_size = workload.block_size
     config.cache_config.enable_prefix_caching = workload.caches
     has_cached_states = any(kind == "cached state" for kind, _, _ in workload.layout)
@@ -917,7 +928,10 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         _abort(sides, workload.aborts.get(step), tally)
         if not arrivals and len(ended) >= len(names) and not any(side.scheduler.has_requests() for side in sides):
             break
-        theirs, ours = (side.schedule() for side in sides)
+        interval = workload.scheduler.get("prefill_schedule_interval", 1)
+        is_throttled = workload.held_by_host and step % interval != 0
+        theirs, ours = (side.schedule(is_throttled) for side in sides)
+        _count_held(sides[1], tally)
         if sides[1].lacking:
             return {"step": step, "what": sides[1].lacking, "theirs": theirs, "ours": ours}
         if any(workload.encoder):
@@ -1156,6 +1170,18 @@ def _abort(sides: tuple[Side, Side], names: list[str] | None, tally: Counter[str
         tally["aborts"] += sum(name in sides[0].scheduler.requests for name in names)
         for side in sides:
             side.abort(names)
+
+
+def _count_held(side: Side, tally: Counter[str]) -> None:
+    """Count the steps that hold prompts back, and those that do not although it is early, because of a backlog."""
+    if isinstance(side.scheduler, Scheduler) and (interval := side.scheduler.core._parts.gates.interval) is not None:
+        tally["held"] += interval.held_last
+        waits = any(each.reason is Reason.PREFILL_INTERVAL for each in map(side.scheduler.core.explain, _waiting(side)))
+        tally["held back"] += waits
+
+
+def _waiting(side: Side) -> list[str]:
+    return [request.request_id for request in side.scheduler.core.waiting]
 
 
 def _count(decision: dict[str, Any], tally: Counter[str]) -> None:

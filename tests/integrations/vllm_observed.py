@@ -23,12 +23,17 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 
+from pointsman.core.recording import NUM_ADAPTERS
 from pointsman.integrations.vllm import Observer
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.observed import replayed
-from pointsman.sim.step_time import StepLoad
+from pointsman.sim.simulator import simulate
+from pointsman.sim.step_time import LinearStepTime, StepLoad
+from pointsman.sim.workload import OpenLoop
 from pointsman.traces import Observed, read_observed
 from tests.integrations.vllm_decisions import HASH, Side, Workload, configured, make_workload, own_class, run_both
+
+STEP_TIME = LinearStepTime(per_step=1e-3, per_token=1e-5)
 
 
 class TruthSide(Side):
@@ -39,6 +44,14 @@ class TruthSide(Side):
         self.prompts: dict[str, list[int]] = {}
         self.adapters: dict[str, int] = {}
         self.loads: list[StepLoad] = []
+        self.step_adapters: list[int] = []
+        """Number of different adapters in each step."""
+        self.drafts: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """(verified, accepted) drafts of each decode step of a request, without the first one after an admission."""
+        self.num_tokens: Counter[str] = Counter()
+        self._decoding: set[str] = set()
+        """Requests that got a token in the step before."""
+        self._decodes: list[dict[str, tuple[int, int]]] = []
         self.token_steps: dict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, str] = {}
         self._indices: list[int | None] = []
@@ -48,27 +61,41 @@ class TruthSide(Side):
         self.prompts[request["id"]] = request["prompt"]
         self.adapters[request["id"]] = request["lora"]
 
-    def schedule(self) -> dict[str, Any]:
-        found = super().schedule()
+    def schedule(self, throttle_prefills: bool = False) -> dict[str, Any]:
+        found = super().schedule(throttle_prefills)
         output, result = self.in_flight[-1]
         cached = output.scheduled_cached_reqs
         found["blocks"] = [[new.req_id, new.block_ids] for new in output.scheduled_new_reqs]
         found["new blocks"] = [[name, ids] for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True)]
         if found["tokens"]:
             rows = [(found["starts"][name], count) for name, count in found["tokens"].items()]
-            self.loads.append(StepLoad.of_rows(rows, sum(map(bool, result.sampled_token_ids))))
+            drafts = output.scheduled_spec_decode_tokens
+            num_samples = sum(map(bool, result.sampled_token_ids)) + sum(map(len, drafts.values()))
+            self.loads.append(StepLoad.of_rows(rows, num_samples))
+            self.step_adapters.append(len({self.adapters[name] for name in found["tokens"]} - {0}))
+            places, sampled = result.req_id_to_index, result.sampled_token_ids
+            decodes = {name: (len(drafts.get(name, ())), len(sampled[places[name]]) - 1) for name in found["tokens"]}
+            sampling = {name for name, (_, accepted) in decodes.items() if accepted >= 0}
+            self._decodes.append({name: each for name, each in decodes.items() if name in sampling & self._decoding})
+            self._decoding = sampling
+        else:
+            self._decodes.append({})
         self._indices.append(len(self.loads) - 1 if found["tokens"] else None)
         return found
 
     def update(self) -> dict[str, Any]:
-        step = self._indices.pop(0)
+        step, decodes = self._indices.pop(0), self._decodes.pop(0)
+        for name, drafts in decodes.items():
+            if self.has(name):
+                self.drafts[name].append(drafts)
         told = super().update()
         for name, what in told.items():
             if name == "its loggers":
                 continue
             if what[0]:
-                assert step is not None and len(what[0]) == 1
+                assert step is not None
                 self.token_steps[name].append(step)
+                self.num_tokens[name] += len(what[0])
             if what[1] is not None:
                 self.ends[name] = what[1]
         return told
@@ -81,18 +108,31 @@ def check_recording(observed: Observed, side: TruthSide, workload: Workload, tal
     steps = observed.steps
     recorded = [StepLoad(*(int(steps[part][at]) for part in StepLoad._fields)) for at in range(len(side.loads))]
     assert recorded == side.loads, next((a, b) for a, b in zip(recorded, side.loads, strict=True) if a != b)
+    if workload.max_loras:
+        assert steps[NUM_ADAPTERS].tolist() == side.step_adapters
     assert (observed.seconds > 0).all() and len(observed.seconds) == len(side.loads)
     for name, request in zip(names, observed.requests, strict=True):
         assert request.num_prompt_tokens == len(side.prompts[name])
         token_steps = [step for first, last in request.runs for step in range(first, last + 1)]
         assert token_steps == side.token_steps[name], (name, request.runs, side.token_steps[name])
-        assert request.num_output_tokens == len(token_steps)
+        assert request.num_output_tokens == side.num_tokens[name]
+        drafts = [(verified, accepted) for verified, accepted, count in request.drafts for _ in range(count)]
+        assert drafts == (side.drafts[name] if workload.num_drafts else []), (name, drafts, side.drafts[name])
+        tally["accepted drafts"] += sum(accepted for _, accepted in drafts)
+        tally["rejected drafts"] += sum(verified - accepted for verified, accepted in drafts)
+        tally["with adapters"] += request.adapter is not None
         assert request.reason is not None
         assert request.reason.value == side.ends.get(name, "abort"), name
         tally["requests"] += 1
         tally["with several runs"] += len(request.runs) > 1
         tally["preempted"] += request.num_preemptions > 0
         tally["cached"] += request.num_cached_tokens > 0
+    numbers = {side.adapters[name]: request.adapter for name, request in zip(names, observed.requests, strict=True)}
+    assert len(set(numbers.values())) == len(numbers) and numbers.get(0) is None
+    assert [side.adapters[name] for name in names] == [
+        next(adapter for adapter, number in numbers.items() if number == request.adapter)
+        for request in observed.requests
+    ]
     if not workload.caches:
         assert all(request.block_hash_ids is None for request in observed.requests)
         return
@@ -128,13 +168,29 @@ def compare(base: Any, workload: Workload, folder: Path, tally: Counter[str]) ->
         recorded = read_observed(path)
         check_recording(recorded, sides[1], workload, tally)
         if workload.layout:
-            check_refused(recorded, workload)
+            check_groups(recorded, workload)
             tally["with groups"] += 1
+        if not recorded.lacking and any(request.runs and request.reason for request in recorded.requests):
+            check_simulated(recorded, tally)
     return found
 
 
-def check_refused(observed: Observed, workload: Workload) -> None:
-    """The simulator names this layout as lacking."""
+def check_simulated(observed: Observed, tally: Counter[str]) -> None:
+    """The recorded requests can be simulated, with the recording's drafts and adapters, to their last tokens."""
+    happened = replayed(observed, "recording")
+    outcome = simulate(OpenLoop(happened.trace), happened.config, STEP_TIME, features=happened.features)
+    assert not outcome.refused, outcome.refused[:1]
+    assert outcome.timings.num_output_tokens.sum() == sum(each.num_output_tokens for each in happened.trace)
+    tally["simulated"] += 1
+
+
+def check_groups(observed: Observed, workload: Workload) -> None:
+    """The recording has the groups of this layout, or names it as lacking in the simulator."""
+    groups = observed.config.get("kv_groups")
+    if groups and len(groups) == len(workload.layout):
+        assert [kind for kind, _ in groups] == [kind for kind, _, _ in workload.layout]
+        assert not observed.lacking
+        return
     kinds = {
         "full": "FullAttentionSpec",
         "window": "SlidingWindowSpec",
@@ -161,7 +217,6 @@ def main() -> None:
     differences = []
     for seed in range(first, first + count):
         workload = make_workload(seed, "groups" if seed % 3 == 2 else "")
-        workload.num_drafts = 0  # the simulator has no drafts
         try:
             found = compare(base, workload, folder, tally)
         except Exception as error:

@@ -9,6 +9,7 @@ import json
 import logging
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from _scheduler_worker import Settings
 from _vllm_worker import VllmSession
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm import Observer
-from pointsman.integrations.vllm.support import lacking_in_simulator
+from pointsman.integrations.vllm.simulated import lacking_in_simulator
 from tests.integrations.vllm_configs import vllm_config
 
 SETTINGS = Settings(num_blocks=200, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
@@ -67,7 +68,7 @@ def serve(kind: type[VllmSession], record: str | None, *, breaks: bool = False) 
 
 def lacking(*groups: Any) -> list[str]:
     kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in groups])
-    return lacking_in_simulator(vllm_config(), kv_cache_config)
+    return lacking_in_simulator(vllm_config(), kv_cache_config, block_size=4)
 
 
 def main() -> None:
@@ -85,8 +86,9 @@ def main() -> None:
         Observed(SETTINGS)
     except ConfigError as error:
         found["drop-in knob"] = str(error)
-    found["sliding window"] = lacking(window)
-    found["two groups"] = lacking(full, window)
+    found["groups that are simulated"] = [*lacking(window), *lacking(full, window)]
+    found["blocks of two sizes"] = lacking(full, replace(window, block_size=8))
+    found["states"] = lacking(full, MambaSpec(block_size=4, shapes=((2, 2),), dtypes=(torch.float32,)))
     print(json.dumps(found))
 
 

@@ -197,8 +197,8 @@ class V2Side(Side):
         prompt = self.added[name].prompt_token_ids[:count]
         return prompt + [self._sample(name, position) for position in range(len(prompt), count)]
 
-    def schedule(self) -> dict[str, Any]:
-        decision = super().schedule()
+    def schedule(self, throttle_prefills: bool = False) -> dict[str, Any]:
+        decision = super().schedule(throttle_prefills)
         decision["new"] = sorted(decision["new"])
         assert not decision["resumed"], "the second runner knows no resumed request"
         return decision | {"second runner": self.runner.summary}

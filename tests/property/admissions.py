@@ -82,6 +82,9 @@ def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num
     # A head that lacks only tokens of budget waits: priority preemption is for sequence slots and blocks.
     if lacks_slot(config, head, stays) or may_lack_place(config) or config.encoder_budget:
         return
+    interval = world.scheduler._parts.gates.interval
+    if interval is not None and interval.held_last:
+        return  # no request is preempted for a prompt that is held back
     if stays and sets_budget(config):
         return  # which may leave it no tokens beside those rows, or let no request start beside them
     has_seat = len(stays) < min(len(running), world.num_sequence_slots) and len(running) <= world.num_sequence_slots
@@ -148,6 +151,9 @@ def _check_blocker(
         require(short, f"{blocker.request} waits for budget, and {budget} is left of {least} that it may need")
     elif explained is Reason.STEP_TIME:
         require(config.token_limits and running, f"{blocker.request} waits for step time, and nothing else takes some")
+    elif explained is Reason.PREFILL_INTERVAL:
+        held = config.prefill_interval != 1 and bool(running)
+        require(held, f"{blocker.request} is held back, and no interval or no running request is there")
     elif explained is Reason.PARTIAL_PREFILLS:
         require(must_wait(world, blocker) or tried_first, f"{blocker.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:

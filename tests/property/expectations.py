@@ -302,8 +302,10 @@ class Expectations:
         queue = [entry for entry in self.queue if entry.request not in absent] if self.pause is None else []
         running = self.running if self.pause is not PauseMode.ALL else []
         if self.idle and (queue or running):
-            # In order, an asking row that is itself preempted keeps rows behind it from running.
-            gave_way = self.config.shortage != "replan" and bool(self._losses(output))
+            # In order, an asking row that is itself preempted keeps rows behind it from running. And prompts that were
+            # held back for decodes stay so in a step that preempts the last of these.
+            may_be_empty = self.config.shortage != "replan" or self.config.prefill_interval != 1
+            gave_way = may_be_empty and bool(self._losses(output))
             did_run = output.total_num_scheduled_tokens > 0 or gave_way
             require(did_run, f"step {output.step_id} is empty, with {queue} waiting and {running} running")
 
@@ -342,6 +344,8 @@ def _is_true_of(reason: Reason | None, world: World, output: SchedulerOutput) ->
     config = world.config
     if reason is Reason.PREFILL_FIRST:
         return config.batching == "prefill-first" and output.num_rows > 0
+    if reason is Reason.PREFILL_INTERVAL:
+        return config.prefill_interval != 1
     if reason is Reason.BUDGET:
         return output.total_num_scheduled_tokens == config.max_num_batched_tokens or bool(config.token_limits)
     if reason is Reason.SEQUENCE_LIMIT:
@@ -365,6 +369,7 @@ def check_explanations(world: World) -> None:
             right = Reason.PAUSED if world.pause is PauseMode.ALL else None
             lacks = world.pause is not PauseMode.ALL and entry in world.stands_before_an_input
             sound = told.reason is right or (lacks and told.reason in LACKS_EMBEDDINGS)
+            lacks &= told.reason is not Reason.PREFILL_INTERVAL  # which is checked before the embeddings
             if entry.request in world.left_out and world.pause is not PauseMode.ALL and not lacks:
                 sound = _is_true_of(told.reason, world, world.left_out[entry.request])
             require(sound, f"{name} runs, and is explained as waiting for {told.reason}")

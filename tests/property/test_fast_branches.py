@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "static": {"batching": "static"},
     "no chunks": {"enable_chunked_prefill": False},
     "long prompts in parts": {"long_prefill_token_threshold": 3},
+    "prefill interval": {"prefill_interval": 4},
     "one partial prefill": {"max_num_partial_prefills": 1, "max_num_batched_tokens": 11},
     "mean reserve": {**FULL_POOL, "decode_reserve": "mean"},
     "growth": {**FULL_POOL, "reserves": ("growth:scale=4",)},

@@ -46,6 +46,18 @@ SWAP_OFTEN: dict[str, Any] = {
     "reserves": (),
 }
 IN_TIME = {"token_limits": ("target-itl:seconds=3,least=2",)}
+WINDOWS = (("full", 0), ("window", 5))
+WINDOWED: dict[str, Any] = {
+    **PLAIN,
+    **CACHING,
+    "policies": False,
+    "block_size": 2,
+    "num_blocks": 120,
+    "max_model_len": 40,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 40,
+}
+"""Steps with windows are done at once only while no request waits."""
 FCFS = {"order": "fcfs", "batching": "mixed", "displace": None}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
@@ -68,6 +80,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "few seats": {**PLAIN, "max_num_seqs": 2, "max_num_active_seqs": None, "block_size": 1, "num_blocks": 60},
     "priority": {**PLAIN, "order": "priority", "displace": True, "batching": "mixed", "max_num_seqs": 2},
     "static": {**PLAIN, "batching": "static"},
+    "prefill interval": {**PLAIN, "batching": "mixed", "prefill_interval": 4, "block_size": 2, "num_blocks": 40},
     "prefill-first": {**PLAIN, "batching": "prefill-first", "shortage": "look-ahead", "block_size": 1},
     "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
     "target step time": {**PLAIN, **IN_TIME, **FCFS, "block_size": 2, "num_blocks": 30, "reserves": ()},
@@ -75,6 +88,12 @@ FOCUS: dict[str, dict[str, Any]] = {
     "retention": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "retention:share=0.8"},
     "reuse": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "reuse:share=0.4"},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
+    "windows": {**WINDOWED, "kv_groups": WINDOWS},
+    "windows, few blocks": {**WINDOWED, "kv_groups": WINDOWS, "num_blocks": 18, "full_sequence_must_fit": False},
+    "many windows": {**WINDOWED, "kv_groups": (*[("window", 6)] * 3, ("full", 0)), "block_size": 3},
+    "windows alone": {**WINDOWED, "kv_groups": (("window", 7),), "num_blocks": 30},
+    "two windows": {**WINDOWED, "kv_groups": (("full", 0), ("window", 4), ("window", 9))},
+    "chunks": {**WINDOWED, "kv_groups": (("chunk", 6), ("full", 0)), "enable_prefix_caching": False},
     "adapters": {**PLAIN, "max_loras": 1},
     "shortest-prefill": {**PLAIN, "order": "shortest-prefill:ageing=2"},
     "longest-prefix": {**PLAIN, **CACHING, "order": "longest-prefix:ageing=2"},
@@ -93,6 +112,8 @@ SHORT_FOCUS = (
     "earliest-ttft",
     "fair",
     "retention",
+    "windows",
+    "windows, few blocks",
 )
 
 

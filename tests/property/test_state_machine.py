@@ -258,6 +258,10 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
     "preemption": ({**TIGHT, "full_sequence_must_fit": False}, _told(Reason.PREEMPTION)),
     "displacement": (URGENT, _told(Reason.DISPLACEMENT)),
     "prompts before decoding": ({**PLENTY, "batching": "prefill-first"}, _told(Reason.PREFILL_FIRST)),
+    "prefill interval": (
+        {**PLENTY, "batching": "mixed", "prefill_interval": 4, "max_num_batched_tokens": 20},
+        _told(Reason.PREFILL_INTERVAL),
+    ),
     "static batch": ({**PLENTY, "batching": "static"}, _told(Reason.STATIC_BATCH)),
     "encoder budget": ({**PLENTY, "encoder_budget": 4, "encoder_cache_size": 8}, _told(Reason.ENCODER_BUDGET)),
     "encoder cache": (

@@ -182,6 +182,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     if values["max_loras"] or values.get("encoder_budget") or capped:
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     values.setdefault("own_preemption_ends_step", values["max_model_len"] % 2 > 0)  # no separate choices
+    if values["batching"] == "mixed" and "batching" not in overrides:
+        values.setdefault("prefill_interval", (4, 2, 1, 1, 1, 1, 1, 1)[values["max_model_len"] % 8])
     if values.get("encoder_budget"):
         values.setdefault("split_encoder_inputs", (False, True, "begun")[values["max_model_len"] % 3])
         values.setdefault("encoder_blocks_queue", values["max_model_len"] % 5 == 0)

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.sim.features import Features
 from pointsman.sim.fit import simulate_log
 from pointsman.sim.profile import EngineSettings
+from pointsman.sim.speculation import Speculation
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.traces import MeasuredRequest, TraceRequest
 
@@ -47,6 +49,7 @@ def measured_log(
     output: float = 40,
     single: float = 0.1,
     seed: int = 1,
+    speculation: Speculation | None = None,
 ) -> tuple[MeasuredRequest, ...]:
     """The log that an engine with these step times would have measured.
 
@@ -55,6 +58,7 @@ def measured_log(
         noise: standard deviation of the logarithm of a step's seconds.
         prompt: median of prompt tokens; `output` likewise.
         single: share of requests with one output token.
+        speculation: drafts of the engine, if `settings` has drafts.
     """
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, num_requests))
@@ -69,7 +73,8 @@ def measured_log(
         )
     ]
     config = settings.config(int((prompts + outputs).max()), num_requests)
-    timings = simulate_log(sent, config, NoisyStepTime(step_time, noise, seed))
+    features = Features(speculation=speculation)
+    timings = simulate_log(sent, config, NoisyStepTime(step_time, noise, seed), features=features)
     return tuple(
         replace(each, first_token=first, last_token=last)
         for each, first, last in zip(sent, timings.first_token.tolist(), timings.last_token.tolist(), strict=True)

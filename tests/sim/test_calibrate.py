@@ -24,7 +24,7 @@ from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_log import StepLog, fit_steps, predict_steps
-from pointsman.sim.step_time import KNOWN_ERRORS, LinearStepTime, RooflineStepTime, StepLoad
+from pointsman.sim.step_time import KNOWN_CHECKS, LinearStepTime, RooflineStepTime, StepLoad
 from pointsman.sim.workload import OpenLoop
 from pointsman.traces import MeasuredRequest, TraceError, read_measurements
 from tests.core.helpers import Host, small_config
@@ -151,9 +151,7 @@ def test_a_fit_predicts_the_shared_log_of_vllm(tmp_path: Path) -> None:
     assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) <= 0.015
 
 
-@pytest.mark.long
-def test_errors_of_the_roofline_match_known_errors() -> None:
-    """KNOWN_ERRORS, recomputed."""
+def test_errors_of_the_roofline_on_the_shared_log_match_the_known_check() -> None:
     if not SHARED_LOG.exists():
         pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
     log = read_measurements(SHARED_LOG)
@@ -162,9 +160,10 @@ def test_errors_of_the_roofline_match_known_errors() -> None:
     longest = max(each.request.num_prompt_tokens + each.request.num_output_tokens for each in log)
     timings = fit.simulate_log(log, settings.config(longest, len(log)), roofline("Llama-3.1-8B", "rtx-pro-6000"))
     errors = RequestErrors.between(fit.simulated_times(timings, everything, times.num_output_tokens, np.inf), times)
-    assert errors.ttft_mean_error == pytest.approx(KNOWN_ERRORS["TTFT"], abs=0.006)
-    assert errors.tpot_mean_error == pytest.approx(KNOWN_ERRORS["TPOT"], abs=0.006)
-    assert errors.e2e_bias == pytest.approx(KNOWN_ERRORS["end-to-end times"], abs=0.006)
+    (check,) = (check for check in KNOWN_CHECKS if check.model == "Llama-3.1-8B")
+    assert errors.ttft_mean_error == pytest.approx(check.ttft, abs=0.006)
+    assert errors.tpot_mean_error == pytest.approx(check.tpot, abs=0.006)
+    assert errors.e2e_bias == pytest.approx(check.e2e, abs=0.006)
 
 
 def test_times_of_held_out_requests_do_not_affect_the_fit() -> None:
@@ -476,6 +475,7 @@ def test_a_saved_profile_is_loaded_unchanged(small: Calibration, tmp_path: Path)
         ({"step_time": 3}, "calibrate again"),
         ({"settings": {"max_num_seqs": 0}}, "max_num_seqs is 0; it must be a whole number, at least 1"),
         ({"settings": {"seats": 1}}, "no setting is called 'seats'"),
+        ({"request_overhead": -1}, "request_overhead is -1; it must be a finite number of seconds"),
         ({"hull": {}}, "the field 'num_tokens' is missing"),
         ({"hull": {part: [5, 2] for part in StepLoad._fields}}, "field hull.num_tokens is"),
     ],

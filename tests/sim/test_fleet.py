@@ -1,8 +1,9 @@
-"""Routing among simulated replicas: prefix affinity is the server's rule, and has its hit rate."""
+"""Routing among simulated replicas: prefix affinity is the server's rule, and has its hit rate; vLLM's rule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from _scale_load import IDEAL_HIT_RATE, POOL
@@ -10,7 +11,7 @@ from _scale_simulated import simulated_hit_rate
 
 from pointsman.core import SchedulerConfig
 from pointsman.routing import Router
-from pointsman.sim.fleet import PrefixAffinity, Routed
+from pointsman.sim.fleet import PrefixAffinity, Routed, VllmQueueRouting, VllmRouting
 from pointsman.sim.request import SimRequest, Turn, filler_token
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
@@ -24,9 +25,9 @@ class Noting(PrefixAffinity):
         super().__init__()
         self.noted: list[tuple[SimRequest, list[int], int]] = []
 
-    def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
+    def choose(self, request: SimRequest, replicas: Sequence[Routed], now: float) -> int:
         loads = [replica.num_unfinished for replica in replicas]
-        chosen = super().choose(request, replicas)
+        chosen = super().choose(request, replicas, now)
         self.noted.append((request, loads, chosen))
         return chosen
 
@@ -81,3 +82,51 @@ def test_round_robin_has_a_lower_hit_rate_than_one_large_pool() -> None:
     """A real router had 0.57 with each replica in turn."""
     assert abs(simulated_hit_rate(2, POOL, 96, "round-robin") - 0.57) <= 0.03
     assert simulated_hit_rate(1, 2 * POOL, 96) > 0.8
+
+
+@dataclass
+class Engine:
+    """The reported numbers of an engine, set by hand."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_cache_usage: float = 0.0
+    num_unfinished: int = 0
+    config: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(num_blocks=8, max_model_len=64))
+
+
+REQUEST = SimRequest("any", 10, 1)
+
+
+def test_vllm_balance_reads_published_reports_and_counts_its_own_requests() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    rule = VllmRouting()
+    assert [rule.choose(REQUEST, engines, 0.0) for _ in range(3)] == [0, 1, 2], "equal engines get a request in turn"
+    engines[0] = Engine(num_running=9, num_unfinished=1)
+    rule.observe(0, engines[0], 0.01)  # published at once: nothing was before
+    engines[1] = Engine(num_running=1, num_unfinished=1)
+    rule.observe(1, engines[1], 0.02)  # published at 0.11, with the later report of the third
+    engines[2] = Engine(num_running=30, num_unfinished=0)
+    assert [rule.choose(REQUEST, engines, 0.03) for _ in range(2)] == [2, 1], "0 and then 1, as the second has"
+    rule.observe(2, engines[2], 0.1)
+    assert rule.choose(REQUEST, engines, 0.109) == 2, "of equal engines the third, in turn"
+    assert rule.choose(REQUEST, engines, 0.111) == 1, "30 are running on the third"
+    engines[1].num_unfinished = 12
+    assert rule.choose(REQUEST, engines, 0.112) == 0, "the client's own requests count at once"
+
+
+def test_vllm_balance_avoids_a_queue_before_a_full_cache() -> None:
+    engines = [Engine(2, 2, 0.9, 4), Engine(0, 8, 0.9, 8), Engine(4, 4, 0.5, 8)]
+    rule = VllmRouting()
+    for index, engine in enumerate(engines):
+        rule.observe(index, engine, 0.0)
+    chosen = [rule.choose(REQUEST, engines, 0.0) for _ in range(3)]
+    assert chosen == [1, 2, 0], "scores 4 + 2 * 6 * 0.4, 8 and 8; then 9 + 6 * 0.4 and 9 for the last two"
+
+
+def test_vllm_026_scores_waiting_requests_four_times() -> None:
+    engines = [Engine(1, 2, 0.0, 3), Engine(0, 7, 0.0, 7), Engine(0, 7, 0.0, 7)]
+    rule = VllmQueueRouting()
+    for index, engine in enumerate(engines):
+        rule.observe(index, engine, 0.0)
+    assert [rule.choose(REQUEST, engines, 0.0) for _ in range(4)] == [0, 1, 2, 0]

@@ -20,7 +20,7 @@ from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime
 from pointsman.sim.stretches import Stretch
 from tests.forms import seeds, short_or_long
-from tests.sim.test_simulator import STEP_TIME, config, same, workload
+from tests.sim.test_simulator import STEP_TIME, WINDOWS, config, same, workload
 
 TOKEN_BYTES = 1000.0
 MEMORY = HostMemory(4_000_000, TOKEN_BYTES, 1e8)  # 500 blocks of 8 tokens, 80 microseconds each
@@ -44,6 +44,21 @@ def test_decodes_in_one_run_and_single_steps_have_equal_outcomes(mode: str, memo
         assert fast.copies == slow.copies
         assert fast.copies[0].num_offloaded > 0
         assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "cheaper"])
+@pytest.mark.parametrize("groups", [WINDOWS, WINDOWS[:1], [("full", 0), ("chunk", 48)]], ids=str)
+def test_kv_in_groups_is_copied_alike_in_one_run_and_single_steps(mode: str, groups: list[tuple[str, int]]) -> None:
+    settings = config(**SHORT | {"num_blocks": 24 if len(groups) == 1 else 75}, preemption_mode=mode, kv_groups=groups)
+    restored = 0
+    for seed in seeds(2, 10):
+        fast = simulate(workload(seed), settings, STEP_TIME, host_memory=MEMORY)
+        slow = simulate(workload(seed), settings, STEP_TIME, host_memory=MEMORY, is_stepping=True)
+        same(fast, slow)
+        assert fast.copies == slow.copies
+        assert fast.copies[0].num_offloaded > 0
+        restored += fast.copies[0].num_restored
+    assert restored > 0
 
 
 def with_prefixes(seed: int) -> Stretch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ PUBLISHED = {
     "Llama-3.1-70B": (70.55, None),
     "Llama-3.2-1B": (1.236, None),
     "Llama-3.2-3B": (3.213, None),
+    "Qwen2.5-0.5B": (0.494, None),
+    "Qwen2.5-1.5B": (1.544, None),
+    "Qwen2.5-3B": (3.086, None),
     "Qwen2.5-7B": (7.616, None),
+    "Qwen2.5-14B": (14.77, None),
+    "Qwen2.5-32B": (32.76, None),
     "Qwen2.5-72B": (72.71, None),
     "Qwen3-0.6B": (0.596, None),
     "Qwen3-1.7B": (1.721, None),
@@ -37,6 +43,7 @@ PUBLISHED = {
     "Mixtral-8x7B": (46.70, 12.9),
     "DeepSeek-V3": (671, 37),
     "phi-4": (14.66, None),
+    "SmolLM3-3B": (3.075, None),
 }
 
 LLAMA: dict[str, Any] = {
@@ -255,6 +262,29 @@ def test_quantised_weights_are_counted_with_their_bits(
     assert shape.quantization.computes_in == computes_in
     embeddings = 2 * plain.head_bytes
     assert shape.weight_bytes - embeddings == pytest.approx((plain.weight_bytes - embeddings) * bits / 16, rel=1e-6)
+
+
+def test_smollm3_is_read_with_the_defaults_of_its_class(write: Write) -> None:
+    # What HuggingFaceTB/SmolLM3-3B has of these; it has no field for windows that its layers use.
+    config = {
+        "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "vocab_size": 128256, "max_position_embeddings": 65536, "no_rope_layer_interval": 4,
+        "use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 36,
+    }  # fmt: skip
+    shape, built_in = model_shape(write(config)), model_shape("SmolLM3-3B")
+    assert shape == replace(built_in, name=shape.name, source=shape.source)
+    with_windows = config | {"use_sliding_window": True, "sliding_window": 512}
+    with_windows["layer_types"] = ["sliding_attention", "full_attention"] * 18
+    assert model_shape(write(with_windows)).num_windowed_layers == 18
+
+
+def test_activations_are_counted_by_layer_and_divided_by_heads() -> None:
+    shape = model_shape("Llama-3.1-8B")
+    layer = 8 * 4096 + 2 * 4096 + 3 * 2 * 1024 + 3 * 14336
+    assert shape.activation_bytes() == 2 * 32 * layer
+    assert shape.activation_bytes(2) == 2 * 32 * (8 * 4096 + (layer - 8 * 4096) / 2)
+    experts = model_shape("Qwen3-30B-A3B")
+    assert experts.activation_bytes() == 2 * 48 * (8 * 2048 + 2 * 4096 + 3 * 1024 + 3 * 8 * 768 + 4 * 8 * 2048)
 
 
 # ---------------------------------------------------------------------- refused

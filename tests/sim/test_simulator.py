@@ -93,6 +93,7 @@ def _pooled(outcome: Outcome) -> list[float]:
     return sorted(values.repeat(counts).tolist())
 
 
+WINDOWS = [("window", 20), ("window", 20), ("full", 0)]
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "no caching": {"enable_prefix_caching": False},
@@ -107,6 +108,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "least cost": {"num_blocks": 33, "enable_prefix_caching": False, "victim": "least-cost"},
     "few sequence slots": {"max_num_seqs": 3},
     "static": {"batching": "static"},
+    "windows": {"num_blocks": 90, "kv_groups": WINDOWS},
+    "windows, few blocks": {"num_blocks": 75, "kv_groups": WINDOWS, "full_sequence_must_fit": False},
+    "windows alone": {"num_blocks": 24, "kv_groups": WINDOWS[:1], "order": "shortest-prefill"},
+    "chunks": {"num_blocks": 70, "kv_groups": [("full", 0), ("chunk", 48)], "victim": "least-cost"},
+    "prefill interval": {"prefill_interval": 5, "num_blocks": 40},
+    "prefill interval, priority": {"prefill_interval": 3, "order": "priority", "max_num_seqs": 6},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
 }
 
@@ -153,6 +160,15 @@ def test_latency_of_one_request_is_the_time_of_its_steps() -> None:
     assert timings.first_token[0] == pytest.approx(5.0 + 1.64 + 1.36)
     assert timings.last_token[0] == pytest.approx(8.0 + 2 * 1.01)
     assert timings.max_gap[0] == pytest.approx(1.01)
+
+
+def test_time_outside_the_engine_is_part_of_each_latency() -> None:
+    source = workload(0, with_followers=False)
+    config = SchedulerConfig(num_blocks=4000, max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=8)
+    plain, longer = (simulate(source, config, STEP_TIME, request_overhead=seconds).timings for seconds in (0.0, 0.25))
+    np.testing.assert_allclose(longer.arrival, plain.arrival - 0.25)
+    np.testing.assert_array_equal(longer.first_token, plain.first_token)
+    np.testing.assert_array_equal(longer.last_token, plain.last_token)
 
 
 def test_async_scheduling_admits_arrivals_one_step_later() -> None:

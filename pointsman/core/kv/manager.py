@@ -105,7 +105,7 @@ class KVCacheManager(KVCache):
         self._size = np.array(size)  # an array, see `state/numbers.py`
         self.num_groups = len(groups)
         self.has_tables = not config.has_kv_groups
-        self.grows_for_steps = not has_windows
+        self.grows_for_steps = True
         self.gives_back = has_windows
         self._num_usable_tokens = config.num_usable_tokens
         self.retaining: RetainingPool | None = None
@@ -471,8 +471,12 @@ class KVCacheManager(KVCache):
         allocated step by step, within a step row by row, and within a row group by group. Call it only if
         `grows_for_steps`.
 
-        Returns the blocks in that order, and for each block the index of its row in `rows` and its step, from 0.
+        Returns the blocks in that order, and for each block the index of its row in `rows` and its step, from 0. With
+        windows the blocks are not returned.
         """
+        if self._windows is not None:
+            self._grow_for_steps_in_windows(batch, rows, num_computed, num_steps)
+            return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
         tables, num_groups = self._tables, self.num_groups
         free = batch.num_slots[rows] - num_computed
         lacking = (free < num_steps).nonzero()[0]
@@ -502,6 +506,21 @@ class KVCacheManager(KVCache):
         if not self.has_tables:
             self._reports.note_reported(short, ends)
         return blocks, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
+
+    def _grow_for_steps_in_windows(
+        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
+    ) -> None:
+        """`grow_for_steps` with windows: the rows grow as in single steps, step by step. A row also gives back blocks
+        then. Steps in which no row reaches its `num_slots` are skipped."""
+        num_tokens = batch.num_tokens[rows]
+        while (step := int((left := batch.num_slots[rows] - num_computed).min())) < num_steps:
+            batch.num_computed_tokens[rows] = num_computed + step
+            batch.num_tokens[rows] = num_tokens + step
+            grown = self.grow_by_one(batch, rows[left == step], 1)
+            assert grown is not None, "the number of guaranteed steps counts the free blocks"
+        batch.num_tokens[rows] = num_tokens
+        self._reports.note_reported(rows, self._tables.ends[rows])
+        self._reports.open_step()
 
     # ------------------------------------------------------------------ tables
 

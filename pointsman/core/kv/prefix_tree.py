@@ -511,7 +511,10 @@ class PrefixCache:
         """Without an anchor: remove the nodes at the end of a run that have no block and no child."""
         while True:
             held: Int64Array = np.flatnonzero(self._has_blocks(run, 0, run.length).any(axis=0))
-            length = max([held.item(-1) if len(held) else -1, *(index for index, _ in run.children)]) + 1
+            last = [held.item(-1) if len(held) else -1, *(index for index, _ in run.children)]
+            if run.duplicates:  # the block in `run.blocks` may be evicted, and not replaced yet
+                last += [cell // self.num_groups for cell in run.duplicates]
+            length = max(last) + 1
             parent = run.parent
             self._shorten_run(run, length)
             if length or isinstance(parent, Root):

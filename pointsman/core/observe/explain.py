@@ -188,6 +188,9 @@ def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Def
     pending = int(batch.num_pending[request.row])
     if pending:
         return Deferral(Reason.IN_FLIGHT, pending)
+    interval = parts.gates.interval
+    if interval is not None and interval.held_last and request.phase == "prefill":
+        return Deferral(Reason.PREFILL_INTERVAL, 0)
     decodes_alone = config.batching == "prefill-first" and request.phase != "prefill" and output.num_rows > 0
     if decodes_alone and _is_for_prompts(output):
         return Deferral(Reason.PREFILL_FIRST, 0)
@@ -394,6 +397,9 @@ CAUSES: dict[Reason, Cause] = {
     ),
     Reason.PREFILL_FIRST: Cause(
         None, "the step is for prompts, which come before decode", _holders_of_budget, "batching mixed"
+    ),
+    Reason.PREFILL_INTERVAL: Cause(
+        None, "prompts are held back between the steps that compute prompts", _no_holders, "a smaller prefill_interval"
     ),
     Reason.PARTIAL_PREFILLS: Cause(
         "places",

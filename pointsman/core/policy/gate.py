@@ -37,6 +37,10 @@ class Gate:
     def open_queue(self) -> None:
         """Called when the step begins to check the queue, in order from its head on."""
 
+    def close_queue(self, num_left: int) -> None:
+        """Called when the step has admitted requests, unless it is closed to admissions after a preemption or during a
+        pause. `num_left` is the number of requests that are still queued, without the skipped ones."""
+
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         """Returns how many of `want` tokens from position `start` on the request may compute in this step (at least 1
         if `want` is at least 1), or the deferral of the request. If the call changes the state of the gate, the change

@@ -66,6 +66,8 @@ class Reason(enum.Enum):
     STATE = "state"
     """The layer state at the end of the request's cached prefix is computed in this step, and readable in the next
     step."""
+    PREFILL_INTERVAL = "prefill_interval"
+    """`prefill_interval` holds prompts back in this step, in which other requests decode."""
 
     def __init__(self, _: str) -> None:
         self._position = len(self.__class__.__members__)

@@ -37,6 +37,7 @@ from pointsman.core.policy.budget import StepBudget, TokenBudget
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
+from pointsman.core.policy.prefill_interval import PrefillInterval
 from pointsman.core.policy.reserve import Reserves, Shortage
 from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import Batch
@@ -44,12 +45,12 @@ from pointsman.core.state.events import Deferred, Events, send
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import Pause
+from pointsman.core.state.status import Pause, PauseMode
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
 from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
-from pointsman.core.step.running import Running
+from pointsman.core.step.running import Advance, Running
 from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
 
 Int64Array = npt.NDArray[np.int64]
@@ -78,12 +79,14 @@ class Gates:
         budget: TokenBudget,
         limits: list[Limit],
         partial_prefills: PartialPrefills | None,
+        interval: PrefillInterval | None,
         reserves: Reserves,
     ) -> None:
         self.adapters = adapters
         self.budget = budget
         self.limits = limits
         self.partial_prefills = partial_prefills
+        self.interval = interval
         self.reserves = reserves
         partial = [] if partial_prefills is None else [partial_prefills]
         self.after_lookup: list[Gate] = [budget, *limits, *partial, reserves]
@@ -92,6 +95,7 @@ class Gates:
         used = self.all if adapters.num_slots else self.after_lookup
         self.commits = [gate.commit for gate in used if type(gate).commit is not Gate.commit]
         self.releases = [gate.release for gate in used if type(gate).release is not Gate.release]
+        self.closers = [gate.close_queue for gate in used if type(gate).close_queue is not Gate.close_queue]
         self.openers = [gate.open_queue for gate in used if type(gate).open_queue is not Gate.open_queue]
         self.load_followers = [gate.open_step for gate in self.all if type(gate).open_step is not Gate.open_step]
 
@@ -140,6 +144,7 @@ class Admission:
         self._table = table
         self.gates = gates
         self._openers, self._commits, self._gates = gates.openers, gates.commits, gates.after_lookup
+        self._closers, self._interval = gates.closers, gates.interval
         self._events = events
         self._transfers = transfers
         self._loading = loading
@@ -174,6 +179,7 @@ class Admission:
         queue = table.queue
         if not len(queue):
             self._batch_forms = False
+            self._close_queue(0, step.advance)
             if table.blocker is not None or table.skipped:
                 table.note_blocked([], None)
             if search is not None:
@@ -251,6 +257,7 @@ class Admission:
                 self._return_skipped(skipped, len(admitted))
             if search is not None:
                 search.open()  # priority preemption checks before the next step's admissions
+        self._close_queue(len(queue) - len(skipped), advance)
         if search is not None and repeats:
             search.repeat()
         if search is not None and skipped:
@@ -271,6 +278,14 @@ class Admission:
         if self._static and len(self._batch) and not self._batch_forms:
             return Reason.STATIC_BATCH
         return None
+
+    def _close_queue(self, num_left: int, advance: Advance | None) -> None:
+        """Tell the gates how many requests are left in the queue after a step's admissions, without skipped ones."""
+        if not self._closers or (advance is not None and advance.preempted):
+            return
+        if self.pause is None or self.pause.mode is not PauseMode.ALL:
+            for close_queue in self._closers:
+                close_queue(num_left)
 
     def _return_skipped(self, skipped: list[tuple[Request, int]], num_admitted: int) -> None:
         """Return skipped requests to their places. The requests that were admitted after a skipped request was checked
@@ -345,6 +360,10 @@ class Admission:
                 return without_slot
         if kept is None or kept.request is not request:
             return None
+        if kept.num_publications is not None:
+            is_valid = kept.num_publications == self._kv.num_publications and kept.key == (self._table.num_departures,)
+            is_held = is_valid and self._interval is not None and self._interval.holds
+            return Deferral(Reason.PREFILL_INTERVAL, 0) if is_held else None
         if kept.key != self._verdict_key(budget, num_running, num_owed_blocks):
             return None
         if budget < kept.required_budget:
@@ -502,9 +521,11 @@ class Admission:
         head = None if blocked is None else self._table.queue.peek()
         self._table.note_blocked([], head)
         if blocked is None or head is None:
+            self._close_queue(0, None)
             return
         for open_queue in self._openers:
             open_queue()
+        self._close_queue(len(self._table.queue), None)
         shortage, deferral = blocked.shortage, blocked.deferral
         if shortage is not None:
             deferral = shortage.deferral(num_free)
@@ -582,6 +603,9 @@ class Admission:
     def _store_verdict(self, request: Request, gate: Gate) -> None:
         """Keep the verdict of a gate whose answer is valid until `_verdict_key` changes."""
         view, gates = self._view, self.gates
+        if gate is gates.interval:  # valid until more of the request may be cached
+            self._kept = KeptVerdict(request, (self._table.num_departures,), None, 0, self._kv.num_publications)
+            return
         if gate is not gates.reserves and gate is not gates.budget:
             return
         key = self._verdict_key(view.budget, view.num_running, view.num_owed_blocks)
@@ -590,6 +614,11 @@ class Admission:
             self._kept = KeptVerdict(request, key, self._lacking, 0)
         else:
             self._kept = KeptVerdict(request, key, None, gates.budget.required)
+
+    def is_held_back(self, request: Request) -> bool:
+        """Whether `prefill_interval` defers the request in the step that was opened last."""
+        interval = self._interval
+        return interval is not None and interval.holds_back(request, self._kv.look_up(request).num_tokens)
 
     @property
     def num_waiting(self) -> int:

@@ -19,6 +19,7 @@ from pointsman.core.policy.guard import Guard, GuardedVictim, Replaced
 from pointsman.core.policy.limits import ChunkEnds, limits_of
 from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
+from pointsman.core.policy.prefill_interval import make_prefill_interval
 from pointsman.core.policy.registry import check_cuts, make
 from pointsman.core.policy.reserve import Reserves, reserves_of
 from pointsman.core.policy.swap import Swap, make_swap
@@ -136,7 +137,10 @@ def assemble(
         victim.set_order(queue.name)
     view = SchedulerView(batch, kv, queue)
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
+    interval = make_prefill_interval(config, batch)
     limits = [made("limit", limit) for limit in limits_of(config, ends, encoder)]
+    if interval is not None:
+        limits.insert(0, interval)  # before limits that skip a request, as it blocks the queue
     reserves = [made("reserve", reserve) for reserve in reserves_of(config)]
     budget.set_policies(tuple(limit for limit in limits if hasattr(limit, "step_budget")))
     check_cuts(config, limits)
@@ -145,6 +149,7 @@ def assemble(
         TokenBudget(config, budget),
         limits,
         make_partial_prefills(config, batch),
+        interval,
         Reserves(reserves, kv, view),
     )
     policies = (queue, victim, *reserves, *limits, eviction)

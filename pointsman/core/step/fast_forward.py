@@ -7,8 +7,8 @@ In most steps of a simulation the running requests only decode: no request arriv
 suffice. Such steps need not be decided one by one. `guaranteed_steps` proves their number from token limits, free
 blocks, and the reason why the head of the queue is blocked. The number is 0, and the host schedules a single step, if a
 proof would need a decision: a lookup, a dry run, drafts, an encoder, a transfer under way, an eviction that a connector
-needs. `advance` leaves the same state as single calls of `schedule` and `update`: columns, block ids, the order of the
-free blocks, the prefix tree, counters.
+needs, blocks behind a window that rows give back because requests wait. `advance` leaves the same state as single calls
+of `schedule` and `update`: columns, block ids, the order of the free blocks, the prefix tree, counters.
 
 The end of a sequence is not predicted. The host knows the sampled tokens: it advances up to the step in which a token
 stops a request, and passes the tokens of that step as `last_token_ids`.
@@ -127,6 +127,7 @@ class FastForward:
             or not self._kv.grows_for_steps
             or self._steps.records
             or self._kv.saves
+            or (self._kv.gives_back and self._gives_back_between_steps())
             or (self._transfers is not None and (self._transfers.num_open or self._table.has_reports))
             or batch.num_prefilling
             or self._drafts.waiting
@@ -157,6 +158,11 @@ class FastForward:
         if self._kv.reports_evictions:  # only outputs report evictions
             free = min(free, self._kv.pool.num_blank)
         return max(limit, 0), free, blocked
+
+    def _gives_back_between_steps(self) -> bool:
+        """With windows: whether rows may give back blocks in a step in which they lack none, because requests wait; or
+        blocks that they give back are evicted or retained in a way that depends on the step."""
+        return len(self._table.queue) > 0 or self._kv.reports_evictions or self._kv.retaining is not None
 
     def _max_steps_within_blocks(self, limit: int, free: int) -> int:
         """Number of steps, at most `limit`, that take at most `free` blocks."""

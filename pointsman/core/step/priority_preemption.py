@@ -103,7 +103,9 @@ class PriorityPreemption:
     def _is_futile(self, head: Request, less_urgent: Int64Array) -> bool:
         # After the cap was lowered, more requests may run than it allows: no request starts until fewer run.
         is_crowded = len(self._batch.members) > self._admission.max_num_active_seqs
-        return len(less_urgent) == 0 or bool(head.num_pending) or is_crowded or self._failed_before(head)
+        if len(less_urgent) == 0 or bool(head.num_pending) or is_crowded or self._failed_before(head):
+            return True
+        return self._admission.is_held_back(head)
 
     def forget(self) -> None:
         """Forget the failed attempt: a priority changed, so a new attempt may succeed."""

@@ -38,6 +38,8 @@ class KeptVerdict:
     shortage: Shortage | None
     """Missing blocks of the request; None: it did not lack blocks."""
     required_budget: int
+    num_publications: int | None = None
+    """Number of publications of blocks at the verdict, if `prefill_interval` held the request back; otherwise None."""
 
 
 class Search:

@@ -280,16 +280,16 @@ class EngineConnector:
         return FileLoad(load, start)
 
     def _names_to_mark_used(self, load: Load) -> tuple[bytes, ...]:
-        """The names of the blocks that a load marks as used now. With one group of layers: the request's blocks from
-        the first to the last loaded block; otherwise the loaded blocks."""
+        """The names of the blocks that a load marks as used now. With one group of full attention: the request's blocks
+        from the first to the last loaded block; otherwise the loaded blocks."""
         size = self._pool.block_size
-        if self._num_groups == 1:
+        if not len(load.block_places):
             return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
         return self._loaded_names(load)
 
     def _loaded_names(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load reads."""
-        if self._num_groups == 1:
+        if not len(load.block_places):
             return self._names_to_mark_used(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
         return tuple([self._block_name(load.request, group, place) for group, place in at])
@@ -368,7 +368,8 @@ class EngineConnector:
         if num_loaded == len(load.block_ids):
             return load.num_tokens
         size = self._pool.block_size
-        place = num_loaded if self._num_groups == 1 else load.block_places.item(num_loaded) - load.first_token // size
+        has_places = len(load.block_places) > 0
+        place = load.block_places.item(num_loaded) - load.first_token // size if has_places else num_loaded
         return max(0, place) * size
 
     def _write_files(

@@ -28,6 +28,7 @@ from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of,
 from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.operation import problems_of_paths
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
+from pointsman.integrations.vllm.simulated import lacking_in_simulator
 from pointsman.integrations.vllm.support import (
     GO_BACK,
     TESTED,
@@ -35,7 +36,6 @@ from pointsman.integrations.vllm.support import (
     Refusal,
     check_recording,
     is_one_full_group,
-    lacking_in_simulator,
     minor_version,
     problem_of_version,
     problems_of,
@@ -177,7 +177,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.unknown = str(unknown)
     report.problems += problems_of(vllm_config, None if groups is None else _as_kv_cache_config(groups))
     if groups is not None:
-        report.not_simulated = lacking_in_simulator(vllm_config, _as_kv_cache_config(groups))
+        report.not_simulated = lacking_in_simulator(
+            vllm_config, _as_kv_cache_config(groups), vllm_config.cache_config.block_size
+        )
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
     report.overruled = _overruled_options(given, vllm_config)

@@ -20,16 +20,22 @@ def core_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: SchedulerConfig, hash_block_size: int
 ) -> tuple[KVGroup, ...] | None:
     """The KV groups, if the core can manage all of them itself; None: it cannot manage them."""
-    groups = tuple(_core_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
         return None
     if vllm_config.model_config.enable_prompt_embeds:  # the core's windows may miss prefixes that vLLM finds
         return None
-    own = tuple(group for group in groups if group is not None)
-    if not own or len(own) < len(groups):
+    own = known_groups(kv_cache_config, config.block_size)
+    if own is None:
         return None
     # vLLM's hash of a block includes the previous block's hash. Without full attention, that block may be released.
     return None if config.enable_kv_cache_events and not any(group.is_full for group in own) else own
+
+
+def known_groups(kv_cache_config: KVCacheConfig, block_size: int) -> tuple[KVGroup, ...] | None:
+    """vLLM's KV groups as groups of the core's; None: the core lacks the kind of a group, or there is no group."""
+    groups = tuple(_core_group(group, block_size) for group in kv_cache_config.kv_cache_groups)
+    own = tuple(group for group in groups if group is not None)
+    return own if own and len(own) == len(groups) else None
 
 
 def _core_group(group: KVCacheGroupSpec, block_size: int) -> KVGroup | None:

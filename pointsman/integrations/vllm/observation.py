@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS
+from pointsman.core.recording import FORMAT, FORMAT_VERSION, NUM_ADAPTERS, OBSERVED_STEPS
 from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.version import __version__
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request as VLLMRequest
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
@@ -176,7 +177,8 @@ class RecordingThread:
         began, ended, *loads = zip(*steps, strict=True)
         columns = [[(at - start) // 1000 for at in times] for times in (began, ended)] + loads
         line = {"call": "steps", "now": self._to_seconds(ended[-1]), "step": first}
-        return _to_line({**line, **dict(zip(OBSERVED_STEPS, columns, strict=True))})
+        names = (*OBSERVED_STEPS, NUM_ADAPTERS) if len(columns) > len(OBSERVED_STEPS) else OBSERVED_STEPS
+        return _to_line({**line, **dict(zip(names, columns, strict=True))})
 
 
 def _to_line(fields: dict[str, Any]) -> str:
@@ -189,17 +191,28 @@ def _to_line(fields: dict[str, Any]) -> str:
 class _Request:
     """An unfinished request of vLLM's, with the values that were observed."""
 
-    __slots__ = ("is_decoding", "num_cached", "number", "of_vllm", "scheduled", "steps")
+    __slots__ = ("adapter", "drafts", "is_decoding", "num_cached", "number", "of_vllm", "scheduled", "steps")
 
     def __init__(self, of_vllm: VLLMRequest, number: int) -> None:
         self.of_vllm = of_vllm
         self.number = number
+        self.adapter: int | None = None
+        self.drafts: list[list[int]] = []
+        """[verified drafts, accepted drafts, number of steps] of each run of equal decode steps, in order."""
         self.scheduled: int | None = None
         self.num_cached = 0
         self.steps: list[list[int]] = []
         """[first step, last step] of each run of consecutive steps in which the request samples; while the request
         decodes, the last step of the newest run is not set."""
         self.is_decoding = False
+
+    def add_drafts(self, num_verified: int, num_accepted: int) -> None:
+        """Record the drafts of a decode step."""
+        last = self.drafts[-1] if self.drafts else None
+        if last is not None and last[0] == num_verified and last[1] == num_accepted:
+            last[2] += 1
+        else:
+            self.drafts.append([num_verified, num_accepted, 1])
 
     def end_decode_run(self, last_step: int) -> None:
         """End the newest run of decode steps: the request does not sample after step `last_step`."""
@@ -216,6 +229,7 @@ class Observation:
         header: fields of the recording's first line, besides the fields of the format.
         block_size: number of tokens that a block hash covers; None: prompts have no hashes.
         num_known: minimum number of blocks to remember, as in `BlockNumbers`.
+        has_drafts, has_adapters: whether drafts and adapters are recorded.
         reason_of: returns the finish reason of a finished request of vLLM's.
     """
 
@@ -227,6 +241,8 @@ class Observation:
         *,
         block_size: int | None,
         num_known: int,
+        has_drafts: bool = False,
+        has_adapters: bool = False,
         reason_of: Callable[[VLLMRequest], str],
     ) -> None:
         self.ended_by = ""
@@ -235,13 +251,16 @@ class Observation:
         self._reason_of = reason_of
         self._block_size = block_size
         self._num_free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+        self._has_drafts, self._has_adapters = has_drafts, has_adapters
+        self._adapters: dict[tuple[int, str], int] = {}  # number of each adapter, in the order of first use
+        self._begun: tuple[str, ...] = ()  # requests whose first decode after an admission is in the newest step
         self._may_keep_finished = scheduler.connector is not None  # with a connector, vLLM may keep a finished request
         self._requests: dict[str, _Request] = {}
         self._unsettled: dict[str, _Request] = {}  # the subset of `_requests` that does not sample in every step
         self._num_added = 0
         self._num_steps = 0  # scheduled steps
         self._num_updated = 0
-        self._in_flight: deque[tuple[SchedulerOutput, int, tuple[int, ...] | None]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, int, tuple[int, ...] | None, tuple[str, ...]]] = deque()
         self._end_before: int | None = None  # end of the previous step; None: the engine has been idle since then
         self._events: list[Any] = []
         self._steps: list[Any] = []
@@ -284,9 +303,17 @@ class Observation:
             "priority": request.priority,
             "num_prompt_tokens": request.num_prompt_tokens,
         }
+        if self._has_adapters:
+            seen.adapter = fields["adapter"] = self._adapter_number(request)
         hashes, size = request.block_hashes, self._block_size
         num_blocks = 0 if size is None else min(len(hashes), request.num_prompt_tokens // size)
         self._events.append((now, "add", {"request": fields, "park": None}, hashes, num_blocks))
+
+    def _adapter_number(self, request: VLLMRequest) -> int | None:
+        of_vllm = request.lora_request
+        if of_vllm is None:
+            return None
+        return self._adapters.setdefault((of_vllm.lora_int_id, of_vllm.lora_name), len(self._adapters))
 
     def record_finished(self, request_id: str, now: int) -> None:
         """Record that a request finished; an unknown id is ignored."""
@@ -307,12 +334,15 @@ class Observation:
             "num_preemptions": request.num_preemptions,
             "steps": [[begin, min(end, last)] for begin, end in seen.steps if begin <= last],
         }
+        if self._has_drafts:
+            fields["drafts"] = seen.drafts
         self._events.append((now, "result", fields, (), 0))
 
     # ------------------------------------------------------------------ steps
 
     def record_scheduled(self, output: SchedulerOutput, now: int) -> None:
         """Record that vLLM decided a step that begins at `now`."""
+        self._begun = ()
         total = output.total_num_scheduled_tokens
         num_rows = len(output.num_scheduled_tokens)
         computed = output.scheduled_cached_reqs.num_computed_tokens
@@ -326,7 +356,11 @@ class Observation:
             load: tuple[int, ...] | None = (total, num_rows, context, context, num_rows)
         else:
             load = self._step_load(output, total, num_rows, computed, now)
-        self._in_flight.append((output, now, load))
+        if self._has_adapters and load is not None:
+            requests = self._requests
+            adapters = {seen.adapter for name in output.num_scheduled_tokens if (seen := requests.get(name))}
+            load = (*load, len(adapters - {None}))
+        self._in_flight.append((output, now, load, self._begun))
         if total:
             self._num_steps += 1
 
@@ -334,7 +368,8 @@ class Observation:
         self, output: SchedulerOutput, total: int, num_rows: int, computed: list[int], now: int
     ) -> tuple[int, ...] | None:
         """The load of a step that is not plain decode: numbers of tokens, rows, context tokens, attended tokens and
-        samples; None: the step computes nothing. Also updates the set of requests that sample."""
+        samples; None: the step computes nothing. Also updates the set of requests that sample, and the requests whose
+        first decode is in this step."""
         step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
         for name in output.preempted_req_ids or ():
             self._end_decode_run(name, step)
@@ -350,7 +385,8 @@ class Observation:
             for request in self._scheduler.running:
                 if request.request_id not in rows:
                     self._end_decode_run(request.request_id, step)
-        num_samples = num_rows
+        num_samples = num_rows + sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        begun = []
         for name, seen in list(self._unsettled.items()):
             if name not in rows:
                 continue
@@ -360,6 +396,8 @@ class Observation:
                 del self._unsettled[name]
                 seen.is_decoding = True
                 seen.steps.append([step, step])
+                begun.append(name)
+        self._begun = tuple(begun)
         if not total:
             return None
         attended = context
@@ -379,12 +417,24 @@ class Observation:
             if seen.is_decoding:
                 seen.end_decode_run(step - 1)
 
+    def record_result(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Record the drafts of each request that decoded in the oldest step in flight. To be called before vLLM
+        processes the result, as vLLM cuts it to the ends of requests."""
+        if not self._has_drafts or not result.sampled_token_ids:
+            return
+        begun = self._in_flight[0][3]
+        drafts, sampled, places = output.scheduled_spec_decode_tokens, result.sampled_token_ids, result.req_id_to_index
+        for name in output.num_scheduled_tokens:
+            seen = self._requests.get(name)
+            if seen is not None and name not in begun and (tokens := sampled[places[name]]):
+                seen.add_drafts(len(drafts.get(name, ())), len(tokens) - 1)
+
     def record_updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
     ) -> None:
         """Record that vLLM processed the result of a step at the time `now`; `num_before`: vLLM's number of requests
         before that."""
-        of_step, scheduled, load = self._in_flight.popleft()
+        of_step, scheduled, load, _ = self._in_flight.popleft()
         if of_step is not output:
             raise ValueError("steps were updated in another order than they were scheduled")
         requests = self._scheduler.requests
@@ -394,7 +444,8 @@ class Observation:
             before = self._end_before
             began = scheduled if before is None else before
             waiting = num_known - len(self._scheduler.running)
-            self._steps.append((began, now, *load, waiting, self._num_free_blocks()))
+            of_step_end = (waiting, self._num_free_blocks())
+            self._steps.append((began, now, *load[:5], *of_step_end, *load[5:]))
         self._end_before = now if num_known and load is not None else None
         if num_known != num_before or self._may_keep_finished:
             for client in outputs.values():

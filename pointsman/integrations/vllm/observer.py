@@ -22,7 +22,8 @@ from pointsman.integrations.vllm.operation import path_of_rank
 from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.integrations.vllm.results import REASONS
 from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import TESTED, lacking_in_simulator, minor_version
+from pointsman.integrations.vllm.simulated import lacking_in_simulator, simulated_groups
+from pointsman.integrations.vllm.support import TESTED, minor_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,7 +99,13 @@ def _observed(base: type[Scheduler]) -> Any:
             if observation is None:
                 return super().update_from_output(scheduler_output, model_runner_output)
             now, num_before = time.monotonic_ns(), len(self.requests)
+            try:
+                observation.record_result(scheduler_output, model_runner_output)
+            except Exception:
+                self._end_observation()
             outputs = super().update_from_output(scheduler_output, model_runner_output)
+            if self._observation is None:
+                return outputs
             try:
                 observation.record_updated(scheduler_output, outputs, now, num_before)
                 if observation.ended_by:
@@ -157,13 +164,14 @@ def _begin(
         return None
     caches = bool(vllm_config.cache_config.enable_prefix_caching)
     hash_block_size = getattr(scheduler, "hash_block_size", block_size) if caches else None
-    lacks = lacking_in_simulator(vllm_config, kv_cache_config)
+    lacks = lacking_in_simulator(vllm_config, kv_cache_config, block_size)
     asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
     observed = {
         "scheduler": f"vLLM {vllm.__version__}",
         "model": str(vllm_config.model_config.model),  # as on a command line, not the name for clients
         "asynchronous": asynchronous,
         "lacking": lacks,
+        "drafter": None if vllm_config.speculative_config is None else str(vllm_config.speculative_config.method),
         "hash_block_size": hash_block_size,
     }
     logger.info("Pointsman observes vLLM's own scheduler; times, lengths and renamed prompts go to %s", path)
@@ -177,6 +185,8 @@ def _begin(
         {"config": _config(vllm_config, kv_cache_config, block_size, lacks), "observed": observed},
         block_size=hash_block_size,
         num_known=BLOCKS_KNOWN * kv_cache_config.num_blocks,
+        has_drafts=vllm_config.speculative_config is not None,
+        has_adapters=vllm_config.lora_config is not None,
         reason_of=lambda request: REASONS[request.status].value,
     )
 
@@ -187,13 +197,16 @@ def _config(
     """vLLM's resolved settings as fields of `SchedulerConfig`, with the policies that make vLLM's decisions. If
     settings cannot be expressed, the reason is added to `lacks`."""
     try:
-        return scheduler_config(
+        config = scheduler_config(
             vllm_config,
             kv_cache_config,
             block_size,
             read_settings(_VLLM_DECISIONS, vllm.__version__).knobs,
             vllm.__version__,
-        ).to_dict()
+        )
+        if config.prefill_interval == "host":  # a simulated engine has no other engines to be aligned with
+            config = config.replace(prefill_interval=vllm_config.scheduler_config.prefill_schedule_interval)
+        return config.replace(kv_groups=simulated_groups(kv_cache_config, block_size) or ()).to_dict()
     except ConfigError as error:
         lacks.append(f"these settings ({error})")
         return {"block_size": block_size, "num_blocks": kv_cache_config.num_blocks}

@@ -204,6 +204,7 @@ class Scheduler:
         self._field_warnings = FieldWarnings(config)
         self._last_step: Step | None = None  # the step that was updated last; new drafts follow its tokens
         self._speculates = config.num_draft_tokens > 0
+        self._may_hold_prefills = config.prefill_interval == "host"
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
         self._outputs = OutputMaker(
@@ -427,9 +428,12 @@ class Scheduler:
     # ------------------------------------------------------------------ the step
 
     def schedule(self, throttle_prefills: bool = False) -> VLLMOutput:
-        """Decide the next step, as vLLM's `SchedulerOutput`."""
+        """Decide the next step, as vLLM's `SchedulerOutput`. `throttle_prefills`: whether prompts are held back, which
+        aligns them in data parallel engines."""
         with self.lock:
             began = time.monotonic()
+            if self._may_hold_prefills and throttle_prefills != self.core.holds_prefills:
+                self.core.hold_prefills(throttle_prefills, began)
             of_vllm = self._schedule(began)
             self.step_seconds += time.monotonic() - began
             return of_vllm

@@ -37,6 +37,7 @@ FLAGS = {
     "long_prefill_token_threshold": "--long-prefill-token-threshold",
     "long_prefill_token_threshold_adaptive": "--long-prefill-token-threshold-adaptive",
     "enable_prefix_caching": "--enable-prefix-caching",
+    "prefill_interval": "--prefill-schedule-interval",
     "watermark": "--watermark",
     "full_sequence_must_fit": "--scheduler-reserve-full-isl",
     "max_loras": "--max-loras",
@@ -224,6 +225,7 @@ def scheduler_config(
         "long_prefill_token_threshold": threshold,
         "long_prefill_token_threshold_adaptive": threshold > 0
         and getattr(scheduler, "long_prefill_token_threshold_adaptive", False),
+        "prefill_interval": _prefill_interval(vllm_config, version),
         "enable_prefix_caching": bool(cache.enable_prefix_caching),
         "watermark": _to_usable_share(scheduler.watermark, kv_cache_config.num_blocks),
         "full_sequence_must_fit": scheduler.scheduler_reserve_full_isl,
@@ -244,6 +246,17 @@ def scheduler_config(
     if not settled["full_sequence_must_fit"]:  # `count_owed_blocks`, from a preset, has no effect then
         settled.pop("count_owed_blocks", None)
     return SchedulerConfig(**settled)
+
+
+def _prefill_interval(vllm_config: VllmConfig, version: str) -> int | Literal["host"]:
+    """The interval, as a value of `prefill_interval`. The engine core aligns the intervals of data parallel engines,
+    and passes its decision to `schedule`. Before vLLM 0.33, other engines have no interval."""
+    interval: int = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1)
+    if interval == 1:
+        return 1
+    if getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1:
+        return "host"
+    return 1 if is_before(version, "0.33") else interval
 
 
 def _splits_encoder_inputs(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:

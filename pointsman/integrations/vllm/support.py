@@ -199,44 +199,6 @@ def untested_parts(vllm_config: VllmConfig) -> list[str]:
     return found + [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name, 1) > 1]
 
 
-_MERGED_BY_VLLM = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
-"""Kinds of KV that vLLM merges into one group of full attention with `--disable-hybrid-kv-cache-manager`."""
-
-
-def lacking_in_simulator(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """Names of the parts of this configuration that Pointsman's simulator lacks; empty: it lacks none."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    lacking = []
-    if len(groups) > 1:
-        how = " (as one group: --disable-hybrid-kv-cache-manager)" if set(kinds) <= _MERGED_BY_VLLM else ""
-        lacking.append(f"{len(groups)} KV groups ({', '.join(kinds)}){how}")
-    elif not groups:
-        lacking.append("a model without a KV cache")
-    elif problems := kv_cache_problems(kv_cache_config):
-        lacking.append(problems[0].partition(":")[0])
-    elif not is_one_full_group(kv_cache_config):
-        lacking.append(f"KV of the kind {kinds[0]}")
-    if getattr(model, "runner_type", "generate") != "generate":
-        lacking.append(f"a {model.runner_type} model")
-    if model.is_encoder_decoder:
-        lacking.append("an encoder")
-    elif model.supports_multimodal_inputs:
-        lacking.append("multimodal inputs (a text part alone: --language-model-only)")
-    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    lacking += [f"{name} {getattr(parallel, name)}" for name in names if getattr(parallel, name, 1) > 1]
-    if vllm_config.speculative_config is not None:
-        lacking.append(f"speculative decoding ({vllm_config.speculative_config.method})")
-    if vllm_config.lora_config is not None:
-        lacking.append("LoRA adapters")
-    if vllm_config.kv_transfer_config is not None:
-        lacking.append("a KV connector")
-    if vllm_config.ec_transfer_config is not None:
-        lacking.append("an encoder-cache connector")
-    return lacking
-
-
 def _is_full(group: KVCacheGroupSpec) -> bool:
     from vllm.v1.kv_cache_interface import is_full_attention_spec
 
@@ -295,11 +257,6 @@ def _engine_problems(vllm_config: VllmConfig) -> list[Refusal]:
                 )
             )
     scheduler = vllm_config.scheduler_config
-    interval = getattr(scheduler, "prefill_schedule_interval", 1)
-    if interval > 1:
-        problems.append(
-            Refusal("prefill-interval", f"prefill_schedule_interval is {interval}, and is not supported: leave it at 1")
-        )
     if scheduler.async_scheduling and parallel.pipeline_parallel_size > 1:
         problems.append(
             Refusal(

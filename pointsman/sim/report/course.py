@@ -1,8 +1,5 @@
-"""Course of a replica's load over time: turns events into quantities (levels) that are constant until the next event.
-
-A timeline has the end of each event. An event begins at the end of the event before it, unless the replica was idle. A
-replica is idle when no request holds blocks or waits. The next event then begins when its first request is scheduled.
-"""
+"""Course of a replica's load over time: turns events into quantities (levels) that are constant until the next
+event."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.sim.outcome import Timeline, Timings
+from pointsman.sim.outcome import Event, Timeline
 from pointsman.sim.simulator import Outcome
 
 FloatArray = npt.NDArray[np.float64]
@@ -67,24 +64,14 @@ def time_span(outcome: Outcome) -> tuple[float, float]:
 
 def courses(outcome: Outcome) -> list[Course]:
     """The course of each replica."""
-    return [
-        _course(timeline, outcome.timings, outcome.timings.replica[: outcome.timings.count] == index)
-        for index, timeline in enumerate(outcome.timelines)
-    ]
+    return [_course(timeline) for timeline in outcome.timelines]
 
 
-def _course(timeline: Timeline, timings: Timings, is_own: npt.NDArray[np.bool_]) -> Course:
+def _course(timeline: Timeline) -> Course:
     events = timeline.events
-    columns = np.fromiter(chain.from_iterable(events), np.float64, 6 * len(events)).reshape(-1, 6)
-    end, num_steps, num_rows, num_tokens, num_waiting, usage = np.ascontiguousarray(columns.T)
-    scheduled = np.sort(timings.scheduled[: timings.count][is_own])  # NaN comes last
-    scheduled = scheduled[: len(scheduled) - np.count_nonzero(np.isnan(scheduled))]
-    first = min(scheduled[0], end[0]) if len(scheduled) and len(end) else 0.0
-    start = np.concatenate([[first], end[:-1]])[: len(end)]
-    is_idle = np.flatnonzero((usage[:-1] == 0) & (num_waiting[:-1] == 0))
-    if len(is_idle) and len(scheduled):
-        place = np.minimum(scheduled.searchsorted(end[is_idle]), len(scheduled) - 1)
-        start[is_idle + 1] = np.clip(scheduled[place], end[is_idle], end[is_idle + 1])
+    num_fields = len(Event._fields)
+    columns = np.fromiter(chain.from_iterable(events), np.float64, num_fields * len(events)).reshape(-1, num_fields)
+    start, end, num_steps, num_rows, num_tokens, num_waiting, usage = np.ascontiguousarray(columns.T)
     before = np.concatenate([[0.0], usage[:-1]])[: len(usage)]
     return Course(
         start,

@@ -382,11 +382,12 @@ def test_the_common_prefix_is_counted_in_the_full_attention_group() -> None:
         assert host.schedule().num_common_prefix_blocks == expected
 
 
-def test_fast_path_serves_groups_of_full_attention() -> None:
+@pytest.mark.parametrize("groups", [(FULL, FULL), TWO, (KVGroup("window", 9),), (KVGroup("chunk", 8), FULL)], ids=str)
+def test_fast_path_serves_groups_of_layers(groups: tuple[KVGroup, ...]) -> None:
     """The blocks and tables are the same as in single steps."""
     tables_of = []
     for at_once in (False, True):
-        host = Host(kv_groups=(FULL, FULL), num_blocks=200)
+        host = Host(kv_groups=groups, num_blocks=200)
         rows = [host.add(f"r{number}", 5 + number, max_tokens=60) for number in range(4)]
         host.update(host.schedule())
         host.update(host.schedule())
@@ -401,8 +402,12 @@ def test_fast_path_serves_groups_of_full_attention() -> None:
     assert tables_of[0] == tables_of[1] and len(tables_of[0][0][0]) > 6
 
 
-def test_fast_path_is_not_used_for_groups_with_windows() -> None:
-    host = Host(kv_groups=TWO, num_blocks=200)
+def test_fast_path_is_not_used_with_windows_while_a_request_waits() -> None:
+    """Rows then give back blocks in every step."""
+    host = Host(kv_groups=TWO, num_blocks=200, max_num_seqs=1)
     host.add("a", 5, max_tokens=60)
+    host.update(host.schedule())
+    assert host.scheduler.guaranteed_steps(20) == 20
+    host.add("b", 5)
     host.update(host.schedule())
     assert host.scheduler.guaranteed_steps(20) == 0

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from pointsman.core import Request
+from pointsman.core.kv.prefix_tree import PrefixCache, Root
 from tests.core.helpers import Host, blocks_of, cached_of
 
 
@@ -188,3 +191,17 @@ def test_evicting_a_duplicate_keeps_blocks_after_the_other_duplicate() -> None:
     assert host.stats().num_evictions == 1, "a's copy of the first block"
     host.add("c", [*tokens_of_blocks(1, 2), 97], max_tokens=1)
     assert cached_of(host.step()) == {"c": 8}
+
+
+def test_a_duplicate_stays_when_its_node_is_evicted_with_later_ones() -> None:
+    """Without full attention, nodes at the end of a run are removed once they have no block in any group."""
+    prefix = PrefixCache(8, 2, num_groups=1, anchor=None)
+    request = Request("a", [1, 2, 3, 4, 5], arrival_time=0.0, max_tokens=1)
+    tokens = np.array([1, 2, 3, 4], dtype=np.int32).tobytes()
+    prefix.publish(Root(), tokens, 0, np.array([[5, 6]]), request)
+    prefix.publish(Root(), tokens[:8], 0, np.array([[7]]), request)
+    prefix.evict(np.array([6, 5]))
+    assert prefix.is_cached(7)
+    assert prefix.look_up(Root(), tokens, 2).blocks.tolist() == [[7]]
+    prefix.evict(np.array([7]))
+    assert prefix.blocks() == []
