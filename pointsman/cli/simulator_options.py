@@ -72,6 +72,10 @@ ARRIVING: dict[str, Any] = {
             "that a range of replicas must serve."
         ),
     ],
+    "start": Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time of the trace to leave out at its beginning, like 10min for a ramp-up."),
+    ],
     "seed": Annotated[int | None, typer.Option(help="Seed of generated requests [default: 0].")],
 }
 
@@ -226,10 +230,15 @@ TARGETS: dict[str, Any] = {
     ],
     "itl_target": Annotated[
         str | None,
+        typer.Option(metavar="TIME", help="Maximum time between two tokens of a request; see --itl-of."),
+    ],
+    "itl_of": Annotated[
+        str | None,
         typer.Option(
-            metavar="TIME",
-            help="Maximum time between two tokens of a request. It holds for every gap, the longest included, so it is "
-            "stricter than a p99 of all gaps together.",
+            metavar="KIND",
+            help="What the ITL target holds for: pooled, the gaps of all requests together, as the P99 ITL of vllm "
+            "bench; request, the mean gap of each request (TPOT); gap, every gap of each request, the longest included "
+            "[default: pooled].",
         ),
     ],
 }
@@ -245,6 +254,7 @@ TUNED: dict[str, Any] = {
         ),
     ],
     "limit": SIMULATED["limit"],
+    "start": ARRIVING["start"],
     "seed": Annotated[int | None, typer.Option(help="Seed of the search and of generated requests [default: 0].")],
     "ttft_p99": Annotated[
         str | None,
@@ -261,10 +271,10 @@ TUNED: dict[str, Any] = {
             "--itl-p99",
             "--itl-target",
             metavar="TIME",
-            help="Maximum time between two tokens, in every gap, the longest included, for 99 % of the requests; "
-            "stricter than a p99 of all gaps together.",
+            help="Maximum time between two tokens, for 99 % of what --itl-of names.",
         ),
     ],
+    "itl_of": TARGETS["itl_of"],
     "e2e_p99": Annotated[
         str | None,
         typer.Option(
@@ -295,11 +305,20 @@ WantedRate = Annotated[
     typer.Option(help="With a range of replicas: requests a second to serve [default: the workload's rate]."),
 ]
 Share = Annotated[float, typer.Option(help="Share of the requests that must meet all targets.")]
-ProbeRequests = Annotated[
+SampleRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests of each probe, from the start of the workload; with generated users, at least ten per user "
-        "[default: 2000 per replica, at most 10000]."
+        help="Requests of each sample: generated with a seed of its own, or a stretch of the trace [default: enough for "
+        "the targets, 600 to 20000]."
+    ),
+]
+Confidence = Annotated[str, typer.Option(metavar="SHARE", help="Confidence of the interval of the result.")]
+Within = Annotated[
+    str,
+    typer.Option(
+        metavar="SHARE",
+        help="Wanted distance of each end of the interval from the result. Samples are added until it is reached, or "
+        "120,000 requests are simulated for each replica.",
     ),
 ]
 TunedReplicas = Annotated[
@@ -322,7 +341,6 @@ RayAddress = Annotated[
     str | None,
     typer.Option("--ray", metavar="ADDRESS", help="Simulate on a Ray cluster: host:port, auto or local."),
 ]
-Tolerance = Annotated[float, typer.Option(help="The search ends when its lower and upper bound differ by this share.")]
 PricePerHour = Annotated[
     float | None, typer.Option(help="Price of one replica per hour, to compute the price of tokens.")
 ]
@@ -382,10 +400,12 @@ SIMULATE_HELP: Panels = {
         "replicas",
         "ttft_target",
         "itl_target",
+        "itl_of",
         "scenario",
     ),
     "What arrives": (
         "limit",
+        "start",
         "requests",
         "users",
         "sessions",
@@ -403,6 +423,7 @@ CAPACITY_HELP: Panels = {
     "Main options": (
         "ttft_target",
         "itl_target",
+        "itl_of",
         "share",
         "trace",
         "arrivals",
@@ -412,8 +433,8 @@ CAPACITY_HELP: Panels = {
         "device",
         "replicas",
     ),
-    "The search": ("requests_per_second", "requests", "tolerance"),
-    "What arrives": ("users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
+    "The search": ("requests_per_second", "requests", "confidence", "within", "workers"),
+    "What arrives": ("start", "users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
     "Output": ("as_json", "list_names"),
     **_SERVICE_PANELS,
 }
@@ -421,6 +442,7 @@ TUNE_HELP: Panels = {
     "Main options": (
         "ttft_p99",
         "itl_p99",
+        "itl_of",
         "e2e_p99",
         "trace",
         "rate",
@@ -432,7 +454,7 @@ TUNE_HELP: Panels = {
         "replicas",
     ),
     "The search": ("trials", "requests", "seed", "workers", "ray"),
-    "What arrives": ("limit",),
+    "What arrives": ("limit", "start"),
     "Output": ("as_json", "list_names"),
     **_SERVICE_PANELS,
 }

@@ -171,6 +171,8 @@ class Judge:
     """Drafts of each engine, and the cost of its adapters."""
     topology: Topology = ONE_ENGINE
     """The engines of each replica."""
+    request_overhead: float = 0.0
+    """Seconds of each request outside the steps, before its first token."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate a job.
@@ -190,6 +192,7 @@ class Judge:
             seed=self.seed,
             host_memory=self.host_memory,
             features=self.features,
+            request_overhead=self.request_overhead,
             topology=self.topology,
             progress=progress,
         )
