@@ -714,7 +714,8 @@ def targets_of_options(options: Mapping[str, Any], *names: str) -> Targets:
         raise CommandError(f"--itl-of is {itl_of!r}; give one of {', '.join(ITL_OF)}")
     if "itl_of" in options and limits[1] is None:
         raise CommandError(f"--itl-of has no effect without a target; give {_option_name(names[1])} too")
-    return Targets(*(*limits, None)[:3], itl_of=itl_of)
+    ttft, itl, e2e = (*limits, None)[:3]
+    return Targets(ttft, itl, e2e, itl_of)
 
 
 def _option_name(name: str) -> str:

@@ -16,13 +16,13 @@ from pointsman.cli.command_lines import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError, missing_library
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
-from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
+from pointsman.cli.simulation import Arriving, Service, service_of_options, targets_of_options, workload_of_options
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.sim.profile import warn_outside
 from pointsman.sim.report.summary import Targets
-from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
-from pointsman.sim.trial import Judge, Score
+from pointsman.sim.stretches import MIN_REQUESTS, Parts, Stretches, split
+from pointsman.sim.trial import Score
 from pointsman.sim.tunables import NAMES, REPLICAS, Space
 from pointsman.sim.tune import MIN_GAIN, Judged, Search, Trial, Tuning
 from pointsman.sim.tune import tune as search_settings
@@ -70,7 +70,7 @@ def run_tune(
     except ModuleNotFoundError:
         raise CommandError(missing_library("tune", "optuna", "sim")) from None
     low, high = replica_range(replicas, options)
-    targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
+    targets = targets_of_options(options, "ttft_p99", "itl_p99", "e2e_p99")
     speed = options.get("rate", 1.0)
     if not 0 < speed < math.inf:
         raise CommandError(f"--rate is {speed}; it must be above 0, like 2 for twice the speed")
@@ -146,16 +146,7 @@ class _Tuned:
             bar.update(num_tried, best)
 
         seed = self._options.get("seed", 0)
-        judge = Judge(
-            stretches=(*self.parts.train, *self.parts.held_out),
-            step_time=self._service.step_time if self._service.profile is None else self._service.profile.step_time,
-            targets=self._targets,
-            routing=self._service.routing,
-            seed=seed,
-            host_memory=self._service.host_memory,
-            features=self._service.features,
-            topology=self._service.topology,
-        )
+        judge = self._service.judge(Stretches((*self.parts.train, *self.parts.held_out)), self._targets, seed)
         search = Search(
             space=space,
             parts=self.parts,

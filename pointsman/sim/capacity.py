@@ -28,6 +28,7 @@ import numpy.typing as npt
 from pointsman.core import SchedulerConfig
 from pointsman.sim.crossing import Interval, Misses, crossing, mix, share_of_odds
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.profile import Hull
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.samples import Samples
 from pointsman.sim.trial import Job, Part, Sample, Score, combine_samples
@@ -106,6 +107,8 @@ class Measured:
     """Share of the time in which a replica runs a step, mean over the replicas."""
     meets: bool
     """Whether the share reaches the wanted one; its interval may contain the wanted one."""
+    hull: Hull | None = None
+    """Hull of the loads of all steps; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,8 @@ class Question:
     """Number of step times of the judge: the best model, and alternatives to it."""
     model: int = 0
     """Index of the best model."""
+    is_watched: bool = False
+    """Whether to record the hulls of the loads of steps, see `Measured.hull`."""
     on_load: Callable[[Measured], None] | None = None
     """Function that is called with the result at each load."""
     progress: Callable[[int, float], None] | None = None
@@ -251,7 +256,7 @@ class CapacitySearch:
         found.num_samples, found.num_requests = self._count, self._num_requests
         found.loads = [self._measured(load, self._count) for load in self._known(self._count)]
         found.num_groups = found.loads[0].num_groups if found.loads else 0
-        found.is_narrow = found.sampling.excess <= question.within
+        found.is_narrow = self._excess(found.sampling) <= question.within
         found.is_short = self._is_short()
 
     # ------------------------------------------------------------------ loads
@@ -272,6 +277,11 @@ class CapacitySearch:
         )
         return Interval(value, low, high)
 
+    def _excess(self, interval: Interval) -> float:
+        """`Interval.excess`; 0 if each end is at most one user or one replica away."""
+        is_next = self._question.unit != "rate" and interval.high - 1 <= interval.value <= interval.low + 1
+        return 0.0 if is_next else interval.excess
+
     def _snap(self, load: float) -> float:
         """The nearest load of a replica that can be simulated: users and replicas are whole numbers."""
         question = self._question
@@ -287,9 +297,8 @@ class CapacitySearch:
         question = self._question
         arriving = question.load if question.unit == "replicas" else load * question.num_replicas
         part = Part(number, self._num_requests, min(self._num_requests, math.ceil(self._backlog * arriving)))
-        if question.unit == "replicas":
-            return Job(question.config, round(question.load / load), part, arriving, question.model)
-        return Job(question.config, question.num_replicas, part, arriving, question.model)
+        replicas = round(question.load / load) if question.unit == "replicas" else question.num_replicas
+        return Job(question.config, replicas, part, arriving, question.model, question.is_watched)
 
     # ------------------------------------------------------------------ simulations
 
@@ -352,6 +361,7 @@ class CapacitySearch:
             output_tokens_per_second=sum(sample.num_output_tokens for sample in samples) / seconds,
             busy=float(np.mean([sample.busy for sample in samples])),
             meets=met >= self._question.share,
+            hull=_joined([sample.hull for sample in samples if sample.hull is not None]),
         )
 
     # ------------------------------------------------------------------ the bracket
@@ -489,7 +499,7 @@ class CapacitySearch:
         self._compare_starts()
         while True:
             interval, _ = self._crossing(self._count)
-            sampling, whole = self._in_units(interval).excess, self._in_units(self._with_start(interval)).excess
+            sampling, whole = (self._excess(self._in_units(each)) for each in (interval, self._with_start(interval)))
             if whole <= self._question.within or (interval.low == interval.high and interval.value in (0, math.inf)):
                 return
             is_of_start = math.exp(-self._start / 2) - 1 > min(sampling, self._question.within / 2)
@@ -596,6 +606,15 @@ class CapacitySearch:
                 found.alternatives.append(self._in_units(Interval(load, load, load)).value)
         interval = self._with_start(interval)
         found.interval = self._in_units(mix(interval, shifts, found.num_groups, question.confidence))
+
+
+def _joined(hulls: Sequence[Hull]) -> Hull | None:
+    if not hulls:
+        return None
+    whole = Hull()
+    for hull in hulls:
+        whole.add_hull(hull)
+    return whole
 
 
 def _of_groups(samples: Sequence[Sample], name: str, block: int | None) -> npt.NDArray[np.float64]:

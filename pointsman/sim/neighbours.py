@@ -1,0 +1,145 @@
+"""Neighbours: other limits of a step, tried where the given ones are why a service misses its targets.
+
+A step takes as long as its tokens need, and each request in it waits for it. So the token budget and the number of
+sequences of a step bound the time between two tokens, and their defaults are chosen for throughput.
+
+    ITL limits the capacity    smaller token budgets are tried, then fewer sequences
+    TTFT does, and the sequences of all steps are full    more sequences are tried
+
+Each is a short search for the capacity, halving or doubling the limit as long as the capacity rises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.sim.capacity import Capacity, Question, find_capacity
+from pointsman.sim.errors import ModelTooLarge, SimulationError
+from pointsman.sim.report.summary import Targets
+from pointsman.sim.trial import itl_p99
+from pointsman.sim.workers import Runner
+
+BUDGET, SEQUENCES = "max_num_batched_tokens", "max_num_seqs"
+MIN_BUDGET, MIN_SEQUENCES, MAX_SEQUENCES = 256, 8, 4096
+MIN_GAIN = 0.1
+"""Relative gain below which a neighbour is not worth a change: about the error of a short search."""
+_NUM_SAMPLES, _MAX_SIMULATED = 4, 20_000
+"""Samples of a short search, and requests after which it takes no more."""
+_FULL = 0.8
+"""Share of all sequences from which steps count as full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A configuration that differs in one limit of a step."""
+
+    setting: str
+    value: int
+    config: SchedulerConfig
+    rough: Capacity
+    """The result of the short search."""
+
+
+def limiting_target(found: Capacity, targets: Targets) -> Literal["ttft", "itl", "e2e"] | None:
+    """The target that limits a capacity: at the lowest load that misses the targets, the one whose figure exceeds it
+    most. None: no load misses them."""
+    at = found.beyond
+    if at is None:
+        return None
+    if targets.pooled_itl is not None and found.is_of_gaps:
+        return "itl"
+    figures = at.figures
+    values = {
+        "ttft": (targets.ttft, figures.ttft_p99),
+        "itl": (None if targets.pooled_itl is not None else targets.itl, itl_p99(figures, targets)),
+        "e2e": (targets.e2e, figures.e2e_p99),
+    }
+    ratios = {name: (value or 0.0) / target for name, (target, value) in values.items() if target is not None}
+    return max(ratios, key=ratios.__getitem__, default=None)  # type: ignore[return-value]
+
+
+def best_neighbour(
+    question: Question,
+    found: Capacity,
+    runner: Runner,
+    free: Collection[str],
+    sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config,
+) -> Neighbour | None:
+    """The neighbour with the highest capacity, if it exceeds that of the question's configuration by `MIN_GAIN`.
+
+    Args:
+        question: as asked, for requests a second or users.
+        found: its result.
+        free: names of the limits that may be changed.
+        sized: function that adds the number of blocks to a configuration; may raise `ModelTooLarge`.
+    """
+    if found.interval is None or question.unit == "replicas":
+        return None
+    best: Neighbour | None = None
+    highest = found.interval.value * (1 + MIN_GAIN)
+    for setting, values in _candidates(question.config, found, question.targets, free):
+        for value in values:
+            try:
+                config = sized(question.config.replace(**{setting: value}))
+            except (ConfigError, ModelTooLarge):
+                break
+            short = replace(
+                question,
+                config=config,
+                max_samples=_NUM_SAMPLES,
+                max_simulated=_MAX_SIMULATED,
+                num_models=1,
+                on_load=None,
+                progress=None,
+            )
+            try:
+                rough = find_capacity(short, runner)
+            except SimulationError:
+                break
+            found.num_simulated += rough.num_simulated
+            if rough.interval is None or not rough.is_complete:
+                raise KeyboardInterrupt
+            if not rough.interval.value > highest:
+                break
+            best, highest = Neighbour(setting, value, config, rough), rough.interval.value
+        if best is not None:
+            break
+    return best
+
+
+def _candidates(
+    config: SchedulerConfig, found: Capacity, targets: Targets, free: Collection[str]
+) -> Iterator[tuple[str, list[int]]]:
+    """The limits to try, each with its values in the order in which they are tried."""
+    limiting = limiting_target(found, targets)
+    if limiting == "itl":
+        if BUDGET in free:
+            least = max(MIN_BUDGET, config.max_num_seqs)
+            yield BUDGET, _powers_below(config.max_num_batched_tokens, least)
+        if SEQUENCES in free:
+            yield SEQUENCES, _powers_below(config.max_num_seqs, MIN_SEQUENCES)
+    elif limiting == "ttft" and SEQUENCES in free and _has_full_steps(config, found):
+        most = min(config.max_num_batched_tokens, MAX_SEQUENCES)
+        doubled = config.max_num_seqs
+        values = []
+        while (doubled := 2 * doubled) <= most:
+            values.append(doubled)
+        yield SEQUENCES, values
+
+
+def _powers_below(value: int, least: int) -> list[int]:
+    """Powers of two below `value`, from the highest one down to `least`."""
+    highest = 2 ** math.ceil(math.log2(value)) // 2
+    return [highest >> place for place in range(64) if highest >> place >= max(1, least)]
+
+
+def _has_full_steps(config: SchedulerConfig, found: Capacity) -> bool:
+    """Whether as many requests run as steps have sequences, by Little's law, at the lowest load that misses."""
+    at = found.beyond
+    if at is None or at.e2e_mean is None:
+        return False
+    return at.rate * at.e2e_mean / at.num_replicas >= _FULL * config.max_num_seqs
