@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from pointsman.cli.simulation import Sampled, Service
 from pointsman.sim.capacity import MAX_SIMULATED, SPARSE_GAP, Capacity, Measured, Question
@@ -91,8 +90,8 @@ class Answer:
     """The result of one search, in sentences.
 
     Args:
-        most: maximum number of replicas.
-        option: the option of the changed limit, if the result is that of a neighbour.
+        question, found: the search and its result.
+        neighbour: the changed limit of a step; None: none was changed.
         before: the result without the change.
     """
 
@@ -105,18 +104,18 @@ class Answer:
         neighbour: Neighbour | None = None,
         before: Capacity | None = None,
     ) -> None:
-        self._service, self._sampled, self._question, self.found = service, sampled, question, found
+        self._service, self._sampled, self.question, self.found = service, sampled, question, found
         self._neighbour, self._before = neighbour, before
 
     @property
     def is_nothing(self) -> bool:
         """Whether nothing meets the targets."""
         interval = self.found.interval
-        return interval is not None and interval.value == (math.inf if self._question.unit == "replicas" else 0)
+        return interval is not None and interval.value == (math.inf if self.question.unit == "replicas" else 0)
 
     def short_text(self, interval: Interval | None = None) -> str:
         """The result as one phrase."""
-        found, question = interval or self.found.interval, self._question
+        found, question = interval or self.found.interval, self.question
         if found is None:
             return "-"
         if question.unit == "rate":
@@ -125,7 +124,7 @@ class Answer:
 
     def lines(self) -> list[str]:
         """The result in sentences; the first one is the result itself."""
-        found, question = self.found, self._question
+        found, question = self.found, self.question
         if found.interval is None:
             return ["Interrupted before the first estimate."]
         lines = [] if found.is_complete else ["Interrupted: this is the estimate so far."]
@@ -150,11 +149,15 @@ class Answer:
         return lines
 
     def _load_lines(self, interval: Interval) -> list[str]:
-        found, question = self.found, self._question
+        found, question = self.found, self.question
         first, last = found.loads[0], found.loads[-1]
         least = f"one request each {SPARSE_GAP:,.0f} s" if question.unit == "rate" else "one user"
         if interval.value == 0:
-            may = "" if interval.high == 0 else f" The interval of the result ends at {digits_text(*[interval.high] * 3)[0]}."
+            may = (
+                ""
+                if interval.high == 0
+                else f" The interval of the result ends at {digits_text(*[interval.high] * 3)[0]}."
+            )
             return [
                 f"Nothing meets the targets: even with {least if self._is_least(first) else load_text(first, question)}, "
                 f"{_figures_text(first, question.targets)}; {self._remedy(first)}.{may}"
@@ -165,7 +168,7 @@ class Answer:
                 f"{_figures_text(last, question.targets)}; {self._longer()}, or set a shorter target."
             ]
         on = f" on {_replicas_text(question.num_replicas)}"
-        lines = [f"Capacity: {self.short_text()}{self._changed_text()}{on}."]
+        lines = [f"Capacity: {self.short_text()}{self.changed_text()}{on}."]
         if found.at is not None:
             sent = f"with {load_text(found.at, question)}, who send {found.at.rate:,.3g} requests/s"
             where = f"At {load_text(found.at, question)}" if question.unit == "rate" else sent.capitalize()
@@ -174,17 +177,19 @@ class Answer:
             before = self._before.interval
             assert before is not None
             base = self._service.config
-            with_default = f"With the default --{_dashed(self._neighbour.setting)} {getattr(base, self._neighbour.setting)}"
+            with_default = (
+                f"With the default --{_dashed(self._neighbour.setting)} {getattr(base, self._neighbour.setting)}"
+            )
             nothing = "nothing meets the targets" if before.value == 0 else f"it is {self.short_text(before)}"
             lines.append(f"{with_default} {nothing}.")
         return lines
 
     def _is_least(self, first: Measured) -> bool:
-        question = self._question
+        question = self.question
         return first.load <= (question.num_replicas / SPARSE_GAP * 1.001 if question.unit == "rate" else 1)
 
     def _replica_lines(self, interval: Interval) -> list[str]:
-        found, question = self.found, self._question
+        found, question = self.found, self.question
         wanted = f"{question.load:,.4g} {'users' if self._sampled.is_of_users else 'requests/s'}"
         by_count = sorted(found.loads, key=lambda each: each.num_replicas)
         if interval.value == math.inf:
@@ -203,14 +208,15 @@ class Answer:
             lines.append(f"On {_replicas_text(count)}, {_figures_text(at, question.targets)}.")
         return lines
 
-    def _changed_text(self) -> str:
+    def changed_text(self) -> str:
+        """The option that was changed, as text; empty: none."""
         if self._neighbour is None:
             return ""
         return f" with --{_dashed(self._neighbour.setting)} {self._neighbour.value}"
 
     def _interval_lines(self, interval: Interval) -> list[str]:
         """How the interval was computed, and why it is wider than wanted."""
-        found, question, sampling = self.found, self._question, self.found.sampling
+        found, question, sampling = self.found, self.question, self.found.sampling
         assert sampling is not None
         if not 0 < interval.value < math.inf:
             return []
@@ -234,7 +240,7 @@ class Answer:
         return lines
 
     def _wider_reason(self) -> str:
-        found, question = self.found, self._question
+        found, question = self.found, self.question
         available = question.samples.num_available
         if available is not None and found.num_samples * found.num_requests >= 0.5 * available:
             return "the trace has no more requests: take a longer one"
@@ -243,13 +249,13 @@ class Answer:
         return f"{MAX_SIMULATED:,} requests for each replica were simulated, the limit"
 
     def _end_text(self, interval: Interval) -> tuple[str, str]:
-        if self._question.unit == "rate":
+        if self.question.unit == "rate":
             return interval.text()[1:]
         return f"{interval.low:,.0f}", f"{interval.high:,.0f}"
 
     def _remedy_lines(self) -> list[str]:
         """What to change, if ITL limits the result."""
-        found, question = self.found, self._question
+        found, question = self.found, self.question
         if self._neighbour is not None or limiting_target(found, question.targets) != "itl":
             return []
         config = question.config
@@ -260,12 +266,12 @@ class Answer:
         ]
 
     def _remedy(self, nearest: Measured) -> str:
-        if nearest.figures.num_refused > (1 - self._question.share) * nearest.figures.num_requests:
+        if nearest.figures.num_refused > (1 - self.question.share) * nearest.figures.num_requests:
             return "shorten the requests that can never run"
         return _FASTER
 
     def _longer(self) -> str:
-        available = self._question.samples.num_available
+        available = self.question.samples.num_available
         return "take a longer trace" if available is not None else "raise --requests"
 
 
@@ -309,8 +315,3 @@ def _verb(verb: str, count: int) -> str:
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
-
-
-def names_text(names: Sequence[str]) -> str:
-    """Names as an enumeration."""
-    return ", ".join(names)

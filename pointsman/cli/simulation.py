@@ -702,6 +702,24 @@ def _profile_text(profile: Profile) -> str:
 # ---------------------------------------------------------------------- values, names
 
 
+def device_names(options: Mapping[str, Any]) -> list[str | None]:
+    """The devices of the option `--device`, one or several; [None] if it is not given. A description of a device has
+    commas itself, so it is one device.
+
+    Raises:
+        CommandError: several devices are given with a profile, or one is empty.
+    """
+    text = options.get("device")
+    if text is None or "=" in text:
+        return [text]
+    names: list[str | None] = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise CommandError(f"--device is {text!r}; give names with commas between them, like h100,l40s")
+    if len(names) > 1 and "profile" in options:
+        raise CommandError("--profile has the step times of one device; give one --device, or leave --profile out")
+    return names
+
+
 def targets_of_options(options: Mapping[str, Any], *names: str) -> Targets:
     """The targets that the options give, by `names` of the options for TTFT, ITL and end-to-end time.
 

@@ -83,6 +83,7 @@ def capacity(
     confidence: sim.Confidence = "90%",
     within: sim.Within = "10%",
     workers: sim.Workers = None,
+    price_per_hour: sim.PricesPerHour = None,
     preset: sim.SimulatedPreset = None,
     as_json: sim.AsJsonObject = False,
     list_names: sim.ListNames = False,
@@ -111,6 +112,7 @@ def capacity(
         confidence=confidence,
         within=within,
         num_workers=workers,
+        prices=price_per_hour,
         preset=preset,
         as_json=as_json,
     )

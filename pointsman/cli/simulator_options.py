@@ -103,7 +103,8 @@ SERVED_BY: dict[str, Any] = {
         typer.Option(
             metavar="NAME",
             help="A built-in device (see --list), cpu for this machine, or a description: "
-            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it [default: h100].",
+            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it; for capacity also "
+            "several, like h100,l40s [default: h100].",
         ),
     ],
     "profile": Annotated[
@@ -308,8 +309,8 @@ Share = Annotated[float, typer.Option(help="Share of the requests that must meet
 SampleRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests of each sample: generated with a seed of its own, or a stretch of the trace [default: enough for "
-        "the targets, 600 to 20000]."
+        help="Requests of each sample: generated with a seed of its own, or a stretch of the trace [default: enough "
+        "for the targets, 600 to 20000]."
     ),
 ]
 Confidence = Annotated[str, typer.Option(metavar="SHARE", help="Confidence of the interval of the result.")]
@@ -343,6 +344,15 @@ RayAddress = Annotated[
 ]
 PricePerHour = Annotated[
     float | None, typer.Option(help="Price of one replica per hour, to compute the price of tokens.")
+]
+PricesPerHour = Annotated[
+    str | None,
+    typer.Option(
+        "--price-per-hour",
+        metavar="PRICES",
+        help="Price of one replica per hour, to compute the price of tokens; with several devices, one price for each, "
+        "like 2.5,0.8.",
+    ),
 ]
 AsJsonObject = Annotated[bool, typer.Option("--json", help="Print one line with one JSON object.")]
 HtmlFile = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.")]
@@ -435,7 +445,7 @@ CAPACITY_HELP: Panels = {
     ),
     "The search": ("requests_per_second", "requests", "confidence", "within", "workers"),
     "What arrives": ("start", "users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
-    "Output": ("as_json", "list_names"),
+    "Output": ("as_json", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,
 }
 TUNE_HELP: Panels = {

@@ -11,7 +11,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
+from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range
+from pointsman.cli.capacity_text import targets_text, time_text
 from pointsman.cli.command_lines import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError, missing_library
 from pointsman.cli.progress_bar import ProgressBar

@@ -503,7 +503,7 @@ class CapacitySearch:
             if whole <= self._question.within or (interval.low == interval.high and interval.value in (0, math.inf)):
                 return
             is_of_start = math.exp(-self._start / 2) - 1 > min(sampling, self._question.within / 2)
-            if not (is_of_start and self._lengthen() or self._add_samples(sampling)):
+            if not ((is_of_start and self._lengthen()) or self._add_samples(sampling)):
                 return
 
     def _lengthen(self) -> bool:

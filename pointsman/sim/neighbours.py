@@ -33,6 +33,9 @@ _FULL = 0.8
 """Share of all sequences from which steps count as full."""
 
 
+Limiting = Literal["ttft", "itl", "e2e"]
+
+
 @dataclass(frozen=True, slots=True)
 class Neighbour:
     """A configuration that differs in one limit of a step."""
@@ -44,7 +47,7 @@ class Neighbour:
     """The result of the short search."""
 
 
-def limiting_target(found: Capacity, targets: Targets) -> Literal["ttft", "itl", "e2e"] | None:
+def limiting_target(found: Capacity, targets: Targets) -> Limiting | None:
     """The target that limits a capacity: at the lowest load that misses the targets, the one whose figure exceeds it
     most. None: no load misses them."""
     at = found.beyond
@@ -53,13 +56,14 @@ def limiting_target(found: Capacity, targets: Targets) -> Literal["ttft", "itl",
     if targets.pooled_itl is not None and found.is_of_gaps:
         return "itl"
     figures = at.figures
-    values = {
-        "ttft": (targets.ttft, figures.ttft_p99),
-        "itl": (None if targets.pooled_itl is not None else targets.itl, itl_p99(figures, targets)),
-        "e2e": (targets.e2e, figures.e2e_p99),
-    }
-    ratios = {name: (value or 0.0) / target for name, (target, value) in values.items() if target is not None}
-    return max(ratios, key=ratios.__getitem__, default=None)  # type: ignore[return-value]
+    itl = None if targets.pooled_itl is not None else targets.itl
+    values: list[tuple[Limiting, float | None, float | None]] = [
+        ("ttft", targets.ttft, figures.ttft_p99),
+        ("itl", itl, itl_p99(figures, targets)),
+        ("e2e", targets.e2e, figures.e2e_p99),
+    ]
+    ratios = [((value or 0.0) / target, name) for name, target, value in values if target is not None]
+    return max(ratios)[1] if ratios else None
 
 
 def best_neighbour(

@@ -39,7 +39,7 @@ from pointsman.sim.workers import Runner
 MIN_GAIN = 0.03
 """Minimum relative gain over the defaults, on the held-out part, that counts."""
 P99 = 0.99
-"""Share of the requests, and of the gaps with a target on the pooled ITL, that targets on the 99th percentile are for."""
+"""Share of the requests, and of the gaps with a target on the pooled ITL, that targets on the 99th percentile mean."""
 _NUM_RESAMPLES = 2000
 NUM_TRIALS = 48
 _BATCH = 8
@@ -339,7 +339,9 @@ class _Tuner:
         self.found.judged, self.found.judged_defaults = judged[0], judged[-1]
         gain = self.found.gain
         if gain is not None and math.isfinite(gain):
-            gains = np.divide(resampled[0], resampled[-1], out=np.full(len(resampled[0]), np.nan), where=resampled[-1] > 0)
+            gains = np.divide(
+                resampled[0], resampled[-1], out=np.full(len(resampled[0]), np.nan), where=resampled[-1] > 0
+            )
             self.found.gain_interval = draws.interval(gain, gains - 1, -1.0, math.inf)
         self.found.hull = Hull()
         for sample in samples[:size]:
@@ -428,9 +430,7 @@ class _Tuner:
         best = self._best_point()
         min_score, min_share = _AS_GOOD * self._score(best), min(P99, self._train_share(best))
         as_good = [
-            point
-            for point in self._trials
-            if self._score(point) >= min_score and self._train_share(point) >= min_share
+            point for point in self._trials if self._score(point) >= min_score and self._train_share(point) >= min_share
         ]
         changes = {point: len(self._space.changed_settings(point)) for point in as_good}
         fewest = min(changes.values())
