@@ -129,12 +129,14 @@ def run_capacity(
         )
         searches.append(search)
         if not as_json:
-            search.print_heading(has_rows=len(services) == 1)
+            search.print_heading()
         try:
             search.run(num_workers)
         except SimulationError as error:
             raise CommandError(str(error)) from None
         if not as_json:
+            if len(services) == 1:
+                search.print_loads()
             search.print_answer()
         if not search.is_complete:
             break
@@ -309,8 +311,8 @@ class _Search:
 
     # ------------------------------------------------------------------ in words
 
-    def print_heading(self, *, has_rows: bool) -> None:
-        """Print the service, the workload and the targets. `has_rows`: each load then prints a row below it."""
+    def print_heading(self) -> None:
+        """Print the service, the workload and the targets."""
         question = self.question
         print_setting(self.service, self.sampled, 1)
         self.console.print(Text(self.service.about_times, style="yellow"))
@@ -319,27 +321,27 @@ class _Search:
         self.console.print(f"Targets: {targets_text(question.targets)}, for {share}.")
         about = f"{self.sampled.about_trace} {self.sampled.about_left_out}".strip()
         self.console.print(f"{about}\n" if about else "")
-        if has_rows:
-            titles = [*_COLUMNS]
-            titles[6] = ITL_FIGURES[question.targets.itl_of]
-            self._print_cells(titles, "bold")
-            self.question = replace(question, on_load=self._print_row)
 
-    def _print_row(self, measured: Measured) -> None:
-        is_of_users = self.sampled.is_of_users
-        is_dense = measured.rate >= 1 / DENSE_GAP
-        rate = measured.load if self.question.unit == "rate" else measured.rate
-        cells = [
-            f"{measured.load:,.0f}" if is_of_users else "",
-            "all at once" if is_dense else f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}",
-            str(measured.num_replicas),
-            str(measured.num_samples),
-            share_text(measured.share),
-            time_text(measured.figures.ttft_p99),
-            time_text(itl_p99(measured.figures, self.question.targets)),
-            "yes" if measured.meets else "no",
-        ]
-        self._print_cells(cells, "green" if measured.meets else "")
+    def print_loads(self) -> None:
+        """Print a row for each load with the samples of the result."""
+        question = self.answer.question
+        if not self.answer.found.loads:
+            return
+        self._print_cells([*_COLUMNS[:6], ITL_FIGURES[question.targets.itl_of], _COLUMNS[7]], "bold")
+        for measured in self.answer.found.loads:
+            is_dense = measured.rate >= 1 / DENSE_GAP
+            rate = measured.rate if self.sampled.is_of_users else measured.load
+            cells = [
+                f"{measured.load:,.0f}" if self.sampled.is_of_users else "",
+                "all at once" if is_dense else f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}",
+                str(measured.num_replicas),
+                str(measured.num_samples),
+                share_text(measured.share),
+                time_text(measured.figures.ttft_p99),
+                time_text(itl_p99(measured.figures, question.targets)),
+                "yes" if measured.meets else "no",
+            ]
+            self._print_cells(cells, "green" if measured.meets else "")
 
     def _print_cells(self, cells: list[str], style: str) -> None:
         first = 0 if self.sampled.is_of_users else 1  # no column for users where there are none

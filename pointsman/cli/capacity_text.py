@@ -234,7 +234,7 @@ class Answer:
             )
         if not found.is_narrow and found.is_complete:
             lines.append(
-                f"Chance alone makes it wider than the {100 * question.within:.3g} % of --within, and "
+                f"Without the step times it is still wider than the {100 * question.within:.3g} % of --within: "
                 f"{self._wider_reason()}."
             )
         return lines
@@ -242,11 +242,13 @@ class Answer:
     def _wider_reason(self) -> str:
         found, question = self.found, self.question
         available = question.samples.num_available
+        if found.is_of_start:
+            return f"samples that begin with a backlog differ from those that begin empty; {self._longer()}"
         if available is not None and found.num_samples * found.num_requests >= 0.5 * available:
-            return "the trace has no more requests: take a longer one"
+            return "the trace has no more requests; take a longer one"
         if question.num_requests is not None:
-            return "more or longer samples would help: leave out --requests"
-        return f"{MAX_SIMULATED:,} requests for each replica were simulated, the limit"
+            return "leave out --requests, so that samples are as long as needed"
+        return f"{MAX_SIMULATED:,} requests for each replica were simulated, which is the limit"
 
     def _end_text(self, interval: Interval) -> tuple[str, str]:
         if self.question.unit == "rate":

@@ -71,6 +71,8 @@ _NEAR_ODDS = 1.0
 """Difference of the log-odds of misses at two loads at which they are near enough, too: interpolation is then exact."""
 _SAME = 1.01
 """Ratio below which two loads are one."""
+_LEAST_GROWTH = 1.4
+"""Least factor by which the number of samples grows."""
 _PARTS_OF_BUDGET = 60
 """Number of samples for which the number of simulated requests must be enough, at all loads together."""
 _LOADS = 6
@@ -189,6 +191,9 @@ class Capacity:
     """Whether the pooled ITL, not a target of the requests, limits the result."""
     is_narrow: bool = False
     """Whether the interval is as narrow as wanted."""
+    is_of_start: bool = False
+    """Whether most of the interval's width comes from the beginning of the samples, empty or with a backlog: longer
+    samples would make it narrower, more samples would not."""
     is_short: bool = False
     """Whether the samples are too short to show a queue that grows slowly."""
     num_simulated: int = 0
@@ -197,9 +202,16 @@ class Capacity:
 
     @property
     def at(self) -> Measured | None:
-        """The result at the highest simulated load that is at most the capacity; None: there is none."""
+        """The result at the highest simulated load within the targets and the capacity, or at the lowest one within
+        the targets; None: no simulated load is."""
         meets = [each for each in self.loads if each.meets]
-        return meets[-1] if meets else None
+        if self.interval is None or not meets:
+            return None
+        value = self.interval.value
+        below = [each for each in meets if each.load <= value * _SAME]
+        if meets[0].load == meets[-1].load:  # of a search for replicas
+            below = [each for each in meets if each.num_replicas >= value]
+        return (below or meets[:1])[-1]
 
     @property
     def beyond(self) -> Measured | None:
@@ -499,11 +511,14 @@ class CapacitySearch:
         self._compare_starts()
         while True:
             interval, _ = self._crossing(self._count)
+            self.found.is_of_start = False
             sampling, whole = (self._excess(self._in_units(each)) for each in (interval, self._with_start(interval)))
             if whole <= self._question.within or (interval.low == interval.high and interval.value in (0, math.inf)):
                 return
-            is_of_start = math.exp(-self._start / 2) - 1 > min(sampling, self._question.within / 2)
-            if not ((is_of_start and self._lengthen()) or self._add_samples(sampling)):
+            self.found.is_of_start = math.exp(-self._start / 2) - 1 > min(sampling, self._question.within / 2)
+            if self.found.is_of_start and self._lengthen():
+                continue
+            if sampling <= self._question.within or not self._add_samples(sampling):
                 return
 
     def _lengthen(self) -> bool:
@@ -526,7 +541,7 @@ class CapacitySearch:
         """Take more samples, at most twice as many; returns whether that is possible."""
         interval, _ = self._crossing(self._count)
         loads, limit = self._loads_around(interval), self._max_samples()
-        factor = min(2.0, (excess / self._question.within) ** 2)
+        factor = min(2.0, max(_LEAST_GROWTH, (excess / self._question.within) ** 2))
         count = min(limit, max(self._count + 2, math.ceil(self._count * factor)))
         if count <= self._count or not self._has_budget(len(loads) * (count - self._count) * self._num_requests):
             return False

@@ -63,6 +63,8 @@ def digits_text(value: float, low: float, high: float) -> tuple[str, str, str]:
     place = math.floor(math.log10(half))
     if value > 0:
         place = min(place, math.floor(math.log10(value)))
+    if low > 0 and round(low / 10.0**place) == 0:  # an end of 0 would say that nothing is possible
+        place -= 1
     decimals = max(0, -place)
 
     def text(number: float) -> str:

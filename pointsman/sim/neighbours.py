@@ -6,7 +6,7 @@ sequences of a step bound the time between two tokens, and their defaults are ch
     ITL limits the capacity    smaller token budgets are tried, then fewer sequences
     TTFT does, and the sequences of all steps are full    more sequences are tried
 
-Each is a short search for the capacity, halving or doubling the limit as long as the capacity rises.
+Each is a short search for the capacity, of limits that are a factor of four apart, then of two beside the best.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.sim.capacity import Capacity, Question, find_capacity
-from pointsman.sim.errors import ModelTooLarge, SimulationError
+from pointsman.sim.errors import ModelTooLarge
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.trial import itl_p99
 from pointsman.sim.workers import Runner
@@ -27,8 +27,8 @@ BUDGET, SEQUENCES = "max_num_batched_tokens", "max_num_seqs"
 MIN_BUDGET, MIN_SEQUENCES, MAX_SEQUENCES = 256, 8, 4096
 MIN_GAIN = 0.1
 """Relative gain below which a neighbour is not worth a change: about the error of a short search."""
-_NUM_SAMPLES, _MAX_SIMULATED = 4, 20_000
-"""Samples of a short search, and requests after which it takes no more."""
+_NUM_SAMPLES, _MAX_SIMULATED, _WITHIN = 4, 20_000, 0.3
+"""Of a short search: number of samples, requests after which it takes no more, and wanted accuracy."""
 _FULL = 0.8
 """Share of all sequences from which steps count as full."""
 
@@ -83,62 +83,85 @@ def best_neighbour(
     """
     if found.interval is None or question.unit == "replicas":
         return None
-    best: Neighbour | None = None
-    highest = found.interval.value * (1 + MIN_GAIN)
-    for setting, values in _candidates(question.config, found, question.targets, free):
-        for value in values:
-            try:
-                config = sized(question.config.replace(**{setting: value}))
-            except (ConfigError, ModelTooLarge):
-                break
-            short = replace(
-                question,
-                config=config,
-                max_samples=_NUM_SAMPLES,
-                max_simulated=_MAX_SIMULATED,
-                num_models=1,
-                on_load=None,
-                progress=None,
-            )
-            try:
-                rough = find_capacity(short, runner)
-            except SimulationError:
-                break
-            found.num_simulated += rough.num_simulated
-            if rough.interval is None or not rough.is_complete:
-                raise KeyboardInterrupt
-            if not rough.interval.value > highest:
-                break
-            best, highest = Neighbour(setting, value, config, rough), rough.interval.value
-        if best is not None:
-            break
-    return best
+    least = found.interval.value * (1 + MIN_GAIN)
+    for setting, coarse in _candidates(question.config, found, question.targets, free):
+        tried: dict[int, Neighbour] = {}
+        for value in coarse:
+            _try(question, found, runner, sized, Change(setting, value), tried)
+        if not tried:
+            continue
+        best = max(tried.values(), key=_capacity)
+        for value in (2 * best.value, best.value // 2):
+            if value not in tried and coarse[-1] <= value < getattr(question.config, setting):
+                _try(question, found, runner, sized, Change(setting, value), tried)
+        best = max(tried.values(), key=_capacity)
+        if _capacity(best) > least:
+            return best
+    return None
+
+
+class Change(NamedTuple):
+    """Another value of a limit of a step."""
+
+    setting: str
+    value: int
+
+
+def _capacity(neighbour: Neighbour) -> float:
+    assert neighbour.rough.interval is not None
+    return neighbour.rough.interval.value
+
+
+def _try(
+    question: Question,
+    found: Capacity,
+    runner: Runner,
+    sized: Callable[[SchedulerConfig], SchedulerConfig],
+    change: Change,
+    tried: dict[int, Neighbour],
+) -> None:
+    """Add the neighbour with a change to `tried`, unless it fits no device or contradicts the other settings."""
+    try:
+        config = sized(question.config.replace(**{change.setting: change.value}))
+    except (ConfigError, ModelTooLarge):
+        return
+    short = replace(
+        question,
+        config=config,
+        max_samples=_NUM_SAMPLES,
+        max_simulated=_MAX_SIMULATED,
+        within=_WITHIN,
+        num_models=1,
+        on_load=None,
+        progress=None,
+    )
+    rough = find_capacity(short, runner)
+    found.num_simulated += rough.num_simulated
+    if rough.interval is None or not rough.is_complete:
+        raise KeyboardInterrupt
+    tried[change.value] = Neighbour(change.setting, change.value, config, rough)
 
 
 def _candidates(
     config: SchedulerConfig, found: Capacity, targets: Targets, free: Collection[str]
 ) -> Iterator[tuple[str, list[int]]]:
-    """The limits to try, each with its values in the order in which they are tried."""
+    """The limits to try, each with values a factor of four apart, the farthest one last."""
     limiting = limiting_target(found, targets)
     if limiting == "itl":
         if BUDGET in free:
-            least = max(MIN_BUDGET, config.max_num_seqs)
-            yield BUDGET, _powers_below(config.max_num_batched_tokens, least)
+            yield BUDGET, _quarters(config.max_num_batched_tokens, max(MIN_BUDGET, config.max_num_seqs))
         if SEQUENCES in free:
-            yield SEQUENCES, _powers_below(config.max_num_seqs, MIN_SEQUENCES)
+            yield SEQUENCES, _quarters(config.max_num_seqs, MIN_SEQUENCES)
     elif limiting == "ttft" and SEQUENCES in free and _has_full_steps(config, found):
         most = min(config.max_num_batched_tokens, MAX_SEQUENCES)
-        doubled = config.max_num_seqs
-        values = []
-        while (doubled := 2 * doubled) <= most:
-            values.append(doubled)
+        values = [config.max_num_seqs << place for place in (1, 2) if config.max_num_seqs << place <= most]
         yield SEQUENCES, values
 
 
-def _powers_below(value: int, least: int) -> list[int]:
-    """Powers of two below `value`, from the highest one down to `least`."""
-    highest = 2 ** math.ceil(math.log2(value)) // 2
-    return [highest >> place for place in range(64) if highest >> place >= max(1, least)]
+def _quarters(value: int, least: int) -> list[int]:
+    """A quarter of `value`, a quarter of that, and so on, as powers of two, down to `least`."""
+    exponents = range(math.ceil(math.log2(value)) - 2, -1, -2)
+    return [2**exponent for exponent in exponents if 2**exponent >= least]
 
 
 def _has_full_steps(config: SchedulerConfig, found: Capacity) -> bool:
