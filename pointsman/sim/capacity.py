@@ -252,7 +252,8 @@ class CapacitySearch:
 
     def run(self) -> None:
         """Search; an interruption leaves the result so far to `note_result`."""
-        self._refine(self._num_first(), self._bracket())
+        loads = self._bracket()
+        self._refine(self._num_first(), loads)
         self._grow()
         self.note_result()
         self._compare_models()
@@ -491,9 +492,9 @@ class CapacitySearch:
         wanted: list[float] = []
         for end, ratio in ends if with_ends else ends[:1]:
             if end == 0:
-                wanted.append(self._snap(known[0] / step))
+                wanted.append(self._beyond(known[0], 1 / step))
             elif end == math.inf:
-                wanted.append(self._snap(known[-1] * step))
+                wanted.append(self._beyond(known[-1], step))
             else:
                 below = max((load for load in known if load <= end * (1 + 1e-9)), default=known[0])
                 above = min((load for load in known if load >= end * (1 - 1e-9)), default=known[-1])
@@ -505,6 +506,16 @@ class CapacitySearch:
             if all(not load / _SAME < other < load * _SAME for other in (*known, *fresh)):
                 fresh.append(load)
         return fresh
+
+    def _beyond(self, load: float, factor: float) -> float:
+        """Another load beyond a load, about `factor` times as high; the load itself if there is none. Whole numbers of
+        users or replicas may be farther apart."""
+        beyond = load
+        for power in range(1, 12):
+            beyond = self._snap(load * factor**power)
+            if not 1 / _SAME < beyond / load < _SAME:
+                break
+        return beyond
 
     def _grow(self) -> None:
         """Take more samples, or longer ones, until the interval is as narrow as wanted."""
