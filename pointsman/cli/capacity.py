@@ -60,6 +60,7 @@ def run_capacity(
     share: float,
     rate: float | None,
     num_requests: int | None,
+    max_samples: int,
     confidence: str,
     within: str,
     num_workers: int | None,
@@ -89,6 +90,8 @@ def run_capacity(
         raise CommandError(
             f"--requests is {num_requests}; a sample needs at least 20, and thousands for a reliable result"
         )
+    if max_samples < 2:
+        raise CommandError(f"--samples is {max_samples}; it must be at least 2, for an interval")
     if num_workers is not None and num_workers < 1:
         raise CommandError(f"--workers is {num_workers}; it must be at least 1")
     certain, near = parse_share("confidence", confidence), parse_share("within", within)
@@ -114,6 +117,7 @@ def run_capacity(
         load=float(users or rate or sampled.rate) if is_range else 0.0,
         share=share,
         num_requests=sampled.num_requests,
+        max_samples=max_samples,
         is_watched="profile" in options,
         confidence=certain,
         within=near,

@@ -313,6 +313,9 @@ SampleRequests = Annotated[
         "for the targets, 600 to 20000]."
     ),
 ]
+MaxSamples = Annotated[
+    int, typer.Option(help="Maximum number of samples; fewer are taken if they make the interval as narrow as wanted.")
+]
 Confidence = Annotated[str, typer.Option(metavar="SHARE", help="Confidence of the interval of the result.")]
 Within = Annotated[
     str,
@@ -443,7 +446,7 @@ CAPACITY_HELP: Panels = {
         "device",
         "replicas",
     ),
-    "The search": ("requests_per_second", "requests", "confidence", "within", "workers"),
+    "The search": ("requests_per_second", "requests", "samples", "confidence", "within", "workers"),
     "What arrives": ("start", "users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
     "Output": ("as_json", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,

@@ -48,9 +48,7 @@ def searched(
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Tuning:
-    judge = Judge(
-        source=Stretches((*requests.train, *requests.held_out)), step_times=(STEP_TIME,), targets=targets
-    )
+    judge = Judge(source=Stretches((*requests.train, *requests.held_out)), step_times=(STEP_TIME,), targets=targets)
     search = Search(
         space=Space(base, replicas=replicas, fixed=fixed),
         parts=requests,
@@ -96,7 +94,9 @@ def test_judged_figures_equal_a_simulation_of_the_held_out_part(tuning: Tuning) 
     assert tuning.judged is not None
     (stretch,) = parts().held_out
     outcome = simulate(stretch, tuning.judged.trial.config, STEP_TIME)
-    report = figures(outcome, tuning.judged.trial.config, ttft_target=2.0, itl_target=0.04, itl_of="gap", num_bootstrap=0)
+    report = figures(
+        outcome, tuning.judged.trial.config, ttft_target=2.0, itl_target=0.04, itl_of="gap", num_bootstrap=0
+    )
     found = tuning.judged.held_out
     assert report.goodput is not None and found.share == report.goodput.share.value
     assert found.goodput == pytest.approx(found.share * stretch.num_requests / stretch.seconds)
