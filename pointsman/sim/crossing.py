@@ -55,15 +55,18 @@ class Interval:
 def digits_text(value: float, low: float, high: float) -> tuple[str, str, str]:
     """A value and both ends of its interval as text. The last digit counts in steps of at most half of the interval's
     half width, in powers of ten; the value has at least one digit that is not 0."""
-    half = max((high - low) / 2, 0.0) if math.isfinite(high) else value
+    if math.isfinite(high):
+        half = max((high - low) / 2, 0.0)
+    else:
+        half = value if math.isfinite(value) else low if math.isfinite(low) else 1.0
     if half <= 0:
         half = abs(value) * 0.01
     if half <= 0:
         return ("0", "0", "0")
     place = math.floor(math.log10(half))
-    if value > 0:
+    if 0 < value < math.inf:
         place = min(place, math.floor(math.log10(value)))
-    if low > 0 and round(low / 10.0**place) == 0:  # an end of 0 would say that nothing is possible
+    if 0 < low < math.inf and round(low / 10.0**place) == 0:  # an end of 0 would say that nothing is possible
         place -= 1
     decimals = max(0, -place)
 
