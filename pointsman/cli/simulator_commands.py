@@ -138,7 +138,8 @@ def tune(
     Settings are chosen on one part of the workload, and compared with the defaults of vLLM on another part. Settings
     that are given are kept, all others are searched. Without a target option, the target is a TTFT within 2 s.
 
-    Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
+    Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: the targets are missed for more than
+    1 % of the requests.
     """
     from pointsman.cli.simulation import names
     from pointsman.cli.tune import run_tune
