@@ -163,9 +163,9 @@ class Answer:
                 f"{_figures_text(first, question.targets)}; {self._remedy(first)}.{may}"
             ]
         if interval.value == math.inf:
+            load = load_text(last, question) if last.rate < 1e5 else "all at once"
             return [
-                f"Every load meets the targets: with {load_text(last, question) if last.rate < 1e5 else 'all at once'}, "
-                f"{_figures_text(last, question.targets)}; {self._longer()}, or set a shorter target."
+                f"Every load meets the targets: with {load}, {_figures_text(last, question.targets)}; {self._longer()}, or set a shorter target."
             ]
         on = f" on {_replicas_text(question.num_replicas)}"
         lines = [f"Capacity: {self.short_text()}{self.changed_text()}{on}."]
@@ -263,8 +263,8 @@ class Answer:
         config = question.config
         return [
             f"{ITL_FIGURES[question.targets.itl_of]} limits the result. A step has at most "
-            f"{config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests, and each of them waits for "
-            "the whole step: a smaller --max-num-batched-tokens or --max-num-seqs may help."
+            f"{config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests, and each of them waits "
+            "for the whole step: a smaller --max-num-batched-tokens or --max-num-seqs may help."
         ]
 
     def _remedy(self, nearest: Measured) -> str:

@@ -62,7 +62,8 @@ def run_tune(
     """Search for the best settings, and print the result.
 
     Returns:
-        The exit code: 0, 3 if the recommended settings miss the targets at the 99th percentile, or 130 after Ctrl-C, which prints the best settings so far.
+        The exit code: 0, 3 if the recommended settings miss the targets at the 99th percentile,
+        or 130 after Ctrl-C, which prints the best settings so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
