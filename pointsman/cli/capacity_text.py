@@ -77,10 +77,8 @@ def load_text(measured: Measured, question: Question) -> str:
 def _figures_text(at: Measured, targets: Targets) -> str:
     kind = ITL_FIGURES[targets.itl_of]
     of = "requests" if at.gaps_share is None or at.gaps_share > at.share.value else "gaps"
-    return (
-        f"{100 * at.share.value:.4g} % of the {of} are within the targets, TTFT p99 is {time_text(at.figures.ttft_p99)} "
-        f"and {kind} {time_text(itl_p99(at.figures, targets))}"
-    )
+    ttft, itl = time_text(at.figures.ttft_p99), time_text(itl_p99(at.figures, targets))
+    return f"{100 * at.share.value:.4g} % of the {of} are within the targets, TTFT p99 is {ttft} and {kind} {itl}"
 
 
 # ---------------------------------------------------------------------- the answer
@@ -153,19 +151,19 @@ class Answer:
         first, last = found.loads[0], found.loads[-1]
         least = f"one request each {SPARSE_GAP:,.0f} s" if question.unit == "rate" else "one user"
         if interval.value == 0:
-            may = (
-                ""
-                if interval.high == 0
-                else f" The interval of the result ends at {digits_text(*[interval.high] * 3)[0]}."
-            )
+            may = ""
+            if interval.high > 0:
+                may = f" The interval of the result ends at {digits_text(*[interval.high] * 3)[0]}."
+            load = least if self._is_least(first) else load_text(first, question)
             return [
-                f"Nothing meets the targets: even with {least if self._is_least(first) else load_text(first, question)}, "
-                f"{_figures_text(first, question.targets)}; {self._remedy(first)}.{may}"
+                f"Nothing meets the targets: even with {load}, {_figures_text(first, question.targets)}; "
+                f"{self._remedy(first)}.{may}"
             ]
         if interval.value == math.inf:
             load = load_text(last, question) if last.rate < 1e5 else "all at once"
             return [
-                f"Every load meets the targets: with {load}, {_figures_text(last, question.targets)}; {self._longer()}, or set a shorter target."
+                f"Every load meets the targets: with {load}, {_figures_text(last, question.targets)}; "
+                f"{self._longer()}, or set a shorter target."
             ]
         on = f" on {_replicas_text(question.num_replicas)}"
         lines = [f"Capacity: {self.short_text()}{self.changed_text()}{on}."]
