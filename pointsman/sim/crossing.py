@@ -26,6 +26,8 @@ FloatArray = npt.NDArray[np.float64]
 
 _MAX_SHARE = 0.999
 """Shares of misses are clipped to this value: their log-odds stay finite."""
+_WITHIN = 0.01
+"""Distance, in log-odds, of loads without a miss from what is allowed, at least."""
 _MIN_SLOPE = 1.0
 """Least slope of log-odds over the logarithm of the load: the odds of misses rise at least as the load does."""
 _FARTHEST = 0.5
@@ -131,7 +133,9 @@ def crossing(misses: Sequence[Misses], allowed: float, confidence: float) -> Int
     loads = np.log([each.load for each in known])
     target = math.log(allowed / (1 - allowed))
     middle, low, high = (np.array(column) for column in zip(*(each.odds(confidence) for each in known), strict=True))
-    middle = _isotonic(middle)
+    # Without a miss a load is within what is allowed, even if so few requests cannot show it.
+    has_misses = np.array([each.late.sum() > 0 for each in known])
+    middle = _isotonic(np.where(has_misses, middle, np.minimum(middle, target - _WITHIN)))
     value = _root(loads, middle, target)
     # The ends are conservative: the first load that may miss, and the last load that may meet.
     lowest = _root(loads, np.maximum.accumulate(high), target)

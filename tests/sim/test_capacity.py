@@ -272,6 +272,14 @@ def test_the_estimate_is_where_the_share_of_misses_crosses_what_is_allowed() -> 
     assert crossing(misses[-2:], 1e-4, 0.9).value == 0
 
 
+def test_few_requests_without_a_miss_are_within_the_targets() -> None:
+    """Ten requests cannot show that one in a hundred misses: the estimate says yes, the interval begins at 0."""
+    total = np.full(2, 5.0)
+    misses = [Misses(1.0, np.zeros(2), total), Misses(2.0, np.array([2.0, 1.0]), total)]
+    found = crossing(misses, 0.01, 0.9)
+    assert 1 <= found.value < 1.1 and found.low == 0
+
+
 def test_equally_plausible_models_have_an_interval_over_all_of_them() -> None:
     one = Interval(10, 9, 11)
     assert mix(one, [], 8, 0.9) == one
