@@ -142,7 +142,7 @@ def read_figures(outcome: Outcome, config: SchedulerConfig, cpu_seconds: float) 
         raise KeyboardInterrupt
     if outcome.refused:
         raise RuntimeError(f"{len(outcome.refused)} requests were refused, the first: {outcome.refused[0][1]}")
-    report = figures(outcome, config, ttft_target=TTFT_TARGET, itl_target=GAP_TARGET, num_bootstrap=0)
+    report = figures(outcome, config, ttft_target=TTFT_TARGET, itl_target=GAP_TARGET, itl_of="gap", num_bootstrap=0)
     if report.counts.unfinished:
         raise RuntimeError(f"{report.counts.unfinished} requests have not finished")
     timings, requests, stats = outcome.timings, outcome.requests, outcome.stats[0]

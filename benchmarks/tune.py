@@ -23,8 +23,8 @@ from pointsman.sim.memory import num_kv_blocks
 from pointsman.sim.report.summary import Targets as Limits
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.step_time import RooflineStepTime
-from pointsman.sim.stretches import Parts, split
-from pointsman.sim.trial import Job, Judge, combine_samples
+from pointsman.sim.stretches import Parts, Stretches, split
+from pointsman.sim.trial import Job, Judge, Part, combine_samples
 from pointsman.sim.tunables import Point, Space
 from pointsman.sim.tune import MIN_GAIN, Search, tune
 from pointsman.sim.vllm_defaults import vllm_defaults
@@ -78,7 +78,7 @@ CASES = (
         rate=9,
         prompt=LogNormal(400, 0.6),
         output=LogNormal(300, 0.6),
-        limits=Limits(ttft=3.0, itl=0.15),
+        limits=Limits(ttft=3.0, itl=0.15, itl_of="gap"),
         num_blocks=2000,
     ),
     Case(
@@ -88,7 +88,7 @@ CASES = (
         rate=11,
         prompt=Mixture(((0.93, LogNormal(400, 0.5)), (0.07, LogNormal(14_000, 0.2)))),
         output=LogNormal(150, 0.5),
-        limits=Limits(ttft=1.0, itl=0.06),
+        limits=Limits(ttft=1.0, itl=0.06, itl_of="gap"),
     ),
     Case(
         "short requests at a high rate",
@@ -124,8 +124,8 @@ def question(case: Case, num_requests: int) -> tuple[Search, Judge]:
     generated = Generated(PoissonArrivals(case.rate), Lengths(case.prompt, case.output), 2 * num_requests, seed=1)
     parts: Parts = split(list(OpenLoop(generated).first_arrivals()), num_requests)
     judge = Judge(
-        stretches=(*parts.train, *parts.held_out),
-        step_time=RooflineStepTime(shape=shape, device=on),
+        source=Stretches((*parts.train, *parts.held_out)),
+        step_times=(RooflineStepTime(shape=shape, device=on),),
         targets=case.limits,
     )
     return Search(space=Space(base), parts=parts, targets=case.limits, sized=sized), judge
@@ -139,7 +139,7 @@ def best_of_grid(search: Search, runner: Runner, grid: dict[str, tuple[Any, ...]
     )
     held_out = range(len(parts.train), len(parts.train) + len(parts.held_out))
     configs = [search.sized(space.config(point)) for point in points]
-    samples = runner.run([Job(config, 1, stretch) for config in configs for stretch in held_out])
+    samples = runner.run([Job(config, 1, Part(stretch)) for config in configs for stretch in held_out])
     goodputs = [combine_samples([next(samples) for _ in held_out]).goodput for _ in points]
     best = max(goodputs)
     return best, points[goodputs.index(best)], len(points)

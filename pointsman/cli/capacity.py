@@ -5,43 +5,52 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from pointsman.cli.capacity_text import (
+    ITL_FIGURES,
+    Answer,
+    cost_lines,
+    share_text,
+    targets_text,
+    time_text,
+)
+from pointsman.cli.durations import share as parse_share
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import (
-    Arriving,
+    Sampled,
     Service,
     check_routing,
-    seconds,
+    device_names,
+    samples_of_options,
     service_of_options,
-    workload_of_options,
+    targets_of_options,
 )
-from pointsman.sim.capacity import (
-    DENSE_GAP,
-    SPARSE_GAP,
-    Capacity,
-    Probe,
-    Question,
-    fewest_replicas,
-    highest_rate,
-    max_users,
-)
+from pointsman.sim.capacity import DENSE_GAP, Capacity, Measured, Question, find_capacity
+from pointsman.sim.cost import Cost, cost_of, prompt_share_of
+from pointsman.sim.crossing import Interval
 from pointsman.sim.errors import SimulationError
+from pointsman.sim.hull import warn_outside
+from pointsman.sim.neighbours import BUDGET, SEQUENCES, Neighbour, best_neighbour
 from pointsman.sim.report.summary import Targets
+from pointsman.sim.trial import itl_p99
+from pointsman.sim.workers import Runner, available_cores, workers
 
 DEFAULT_TARGETS = Targets(ttft=2.0)
-PER_REPLICA, AT_MOST = 2000, 10_000
-"""Default number of requests of a probe, for each replica, and the maximum of this default for all replicas."""
-_FASTER = "set longer targets, or take a faster device"
-_COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "ITL p99", "longest gap p99", "")
-_WIDTHS = (7, *(max(10, len(column)) for column in _COLUMNS[1:]))
+_SMALL = 500
+"""Requests of a sample below which starting worker processes takes more time than they save."""
+_MAX_EXCESS = 9.99
+"""Largest distance of an interval's ends that the progress shows."""
+_COLUMNS = ("users", "requests/s", "replicas", "samples", "within targets", "TTFT p99", "", "")
+_WIDTHS = (7, 10, 8, 7, 22, 9, 15, 3)
 
 
 def run_capacity(
@@ -51,82 +60,98 @@ def run_capacity(
     share: float,
     rate: float | None,
     num_requests: int | None,
-    tolerance: float,
+    max_samples: int,
+    confidence: str,
+    within: str,
+    num_workers: int | None,
+    prices: str | None,
     preset: str | None,
     as_json: bool,
 ) -> int:
-    """Search for the capacity; print each probe and the result.
+    """Search for the capacity of each device; print each load and the result.
+
+    Args:
+        prices: price per hour of a replica on each device, as text.
 
     Returns:
-        The exit code: 0, 3 if nothing meets the targets, or 130 after Ctrl-C, which prints the bracket so far.
+        The exit code: 0, 3 if nothing meets the targets, or 130 after Ctrl-C, which prints the result so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
     """
     low, high = replica_range(replicas, options)
-    targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_target", "itl_target"))) or DEFAULT_TARGETS
+    targets = targets_of_options(options, "ttft_target", "itl_target") or DEFAULT_TARGETS
     users = options.get("users")
     finds_num_users = users is not None or ("think" in options and "sessions" not in options)
-    for option, load in (("--requests-per-second", rate), ("--users", users)):
-        if load is not None and low == high:
-            raise CommandError(
-                f"{option} has no effect with a fixed number of replicas, because the search finds this value; leave "
-                f"{option} out, or give a range like --replicas 1-16"
-            )
-    if finds_num_users and rate is not None:
-        raise CommandError("--requests-per-second has no effect with --users or --think; leave it out")
-    if finds_num_users and users is None and low < high:
-        raise CommandError("--think with a range of --replicas needs the number of users; give --users too")
-    if rate is not None and not 0 < rate < math.inf:
-        raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
-    if not 0 < tolerance < math.inf:
-        raise CommandError(f"--tolerance is {tolerance}; it must be above 0, like 0.02 for a bracket of 2 %")
-    if not 0 < share <= 1:
-        raise CommandError(f"--share is {share}; it must be above 0 and at most 1")
-    if num_requests is not None and num_requests < 2:
-        raise CommandError(f"--requests is {num_requests}; it must be at least 2; give thousands for a reliable result")
-    service = service_of_options(options, preset)
-    num_requests = num_requests or min(PER_REPLICA * high, AT_MOST)
-    arriving = workload_of_options(options, num_requests, finds_num_users=finds_num_users)
-    if arriving.rate == math.inf and not finds_num_users:
+    _check_loads(options, low, high, rate, finds_num_users)
+    if not 0 < share < 1:
+        raise CommandError(f"--share is {share}; it must be above 0 and below 1, like 0.99")
+    if num_requests is not None and num_requests < 20:
         raise CommandError(
-            f"--trace is {options['trace']}, whose requests all arrive at the same time and so have no rate; give "
-            "--arrivals instead"
+            f"--requests is {num_requests}; a sample needs at least 20, and thousands for a reliable result"
         )
-    search = _Search(
-        service,
-        arriving,
-        targets,
-        share,
-        wanted=num_requests if "trace" in options else 0,
-        seed=options.get("seed", 0),
-        console=stdout_console(),
-        is_shown=not as_json,
+    if max_samples < 2:
+        raise CommandError(f"--samples is {max_samples}; it must be at least 2, for an interval")
+    if num_workers is not None and num_workers < 1:
+        raise CommandError(f"--workers is {num_workers}; it must be at least 1")
+    certain, near = parse_share("confidence", confidence), parse_share("within", within)
+    if certain >= 1:
+        raise CommandError(f"--confidence is {confidence}; it must be below 100%")
+    devices = device_names(options)
+    priced = _prices(prices, len(devices))
+    services = [
+        service_of_options(options if name is None else {**options, "device": name}, preset) for name in devices
+    ]
+    sampled = samples_of_options(options, num_requests, finds_num_users=finds_num_users)
+    if low < high and users is None and rate is None and not math.isfinite(sampled.rate):
+        raise CommandError("a range of --replicas needs the number of requests a second; give --requests-per-second")
+    is_range = low < high
+    free: Collection[str] = () if preset is not None or "profile" in options else {BUDGET, SEQUENCES} - options.keys()
+    question = Question(
+        samples=sampled.samples,
+        config=services[0].config,
+        targets=targets,
+        unit="replicas" if is_range else "users" if finds_num_users else "rate",
+        num_replicas=high,
+        min_replicas=low if is_range else 1,
+        load=float(users or rate or sampled.rate) if is_range else 0.0,
+        share=share,
+        num_requests=sampled.num_requests,
+        max_samples=max_samples,
+        is_watched="profile" in options,
+        confidence=certain,
+        within=near,
     )
-    is_complete = True
-    try:
-        with ProgressBar("probed", None) as bar:
-            question = search.make_question(bar)
-            if low < high:
-                found = fewest_replicas(question, users or rate or arriving.rate, low, high)
-            elif finds_num_users:
-                found = max_users(question, high, tolerance=tolerance)
-            else:
-                found = highest_rate(question, high, tolerance=tolerance)
-    except KeyboardInterrupt:
-        found, is_complete = search.found, False
-    except SimulationError as error:
-        raise CommandError(str(error)) from None
-    answer = _result_lines(found, search, low, high, is_complete)
+    console = stdout_console()
+    if num_workers is None:
+        is_small = sampled.num_requests is not None and sampled.num_requests < _SMALL
+        num_workers = 1 if is_small else available_cores()
+    searches: list[_Search] = []
+    for service, price in zip(services, priced, strict=True):
+        search = _Search(
+            service, sampled, replace(question, config=service.config), free, price, options.get("seed", 0), console
+        )
+        searches.append(search)
+        if not as_json:
+            search.print_heading()
+        try:
+            search.run(num_workers)
+        except SimulationError as error:
+            raise CommandError(str(error)) from None
+        if not as_json:
+            if len(services) == 1:
+                search.print_loads()
+            search.print_answer()
+        if not search.is_complete:
+            break
     if as_json:
-        print(json.dumps(search.as_json(found, answer, is_complete), allow_nan=False))
-    else:
-        print()
-        for line in answer:
-            search.console.print(Text(line, style="bold" if line == answer[0] else ""))
-    if not is_complete:
+        found = [search.as_json() for search in searches]
+        print(json.dumps({**found[0], **({"devices": found} if len(services) > 1 else {})}, allow_nan=False))
+    elif len(searches) > 1:
+        console.print(_device_table(searches))
+    if not all(search.is_complete for search in searches):
         return EXIT_INTERRUPTED
-    return EXIT_NOTHING if found.meets is None else EXIT_OK
+    return EXIT_NOTHING if all(search.answer.is_nothing for search in searches) else EXIT_OK
 
 
 def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
@@ -143,246 +168,302 @@ def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
     return low, high
 
 
+def _check_loads(options: Mapping[str, Any], low: int, high: int, rate: float | None, finds_num_users: bool) -> None:
+    users = options.get("users")
+    for option, load in (("--requests-per-second", rate), ("--users", users)):
+        if load is not None and low == high:
+            raise CommandError(
+                f"{option} has no effect with a fixed number of replicas, because the search finds this value; leave "
+                f"{option} out, or give a range like --replicas 1-16"
+            )
+    if finds_num_users and rate is not None:
+        raise CommandError("--requests-per-second has no effect with --users or --think; leave it out")
+    if finds_num_users and users is None and low < high:
+        raise CommandError("--think with a range of --replicas needs the number of users; give --users too")
+    if rate is not None and not 0 < rate < math.inf:
+        raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
+
+
+def _prices(text: str | None, count: int) -> list[float | None]:
+    """The price per hour of a replica on each of `count` devices."""
+    if text is None:
+        return [None] * count
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= price < math.inf for price in found):
+        raise CommandError(f"--price-per-hour is {text!r}; give numbers of 0 or more, like 2.5 or 2.5,0.8")
+    if len(found) != count:
+        raise CommandError(
+            f"--price-per-hour has {len(found)} prices, but --device has {count} devices; give a price for each device"
+        )
+    return list(found)
+
+
+@dataclass(slots=True)
 class _Search:
-    """A search for the capacity: the service, its requests and targets, and the probes so far."""
+    """The search on one device, and its result."""
+
+    service: Service
+    sampled: Sampled
+    question: Question
+    free: Collection[str]
+    """Limits of a step that may be changed."""
+    price: float | None
+    seed: int
+    console: Console
+    found: Capacity
+    """The result with the given settings."""
+    answer: Answer
+    changed: Neighbour | None
 
     def __init__(
         self,
         service: Service,
-        arriving: Arriving,
-        targets: Targets,
-        share: float,
-        *,
-        wanted: int,
+        sampled: Sampled,
+        question: Question,
+        free: Collection[str],
+        price: float | None,
         seed: int,
         console: Console,
-        is_shown: bool,
     ) -> None:
-        self.service, self.arriving, self.targets, self.share = service, arriving, targets, share
-        self.found = Capacity()
-        """All probes so far, also of a search that was interrupted."""
-        self._extrapolations: dict[Probe, list[str]] = {}
-        self.console = console
-        self._seed = seed
-        self._wanted = wanted  # number of requests of a probe; a trace may have fewer
-        self._is_shown = is_shown
+        self.service, self.sampled, self.free, self.price, self.seed = service, sampled, free, price, seed
+        self.console, self.changed, self.found = console, None, Capacity()
+        self.question = replace(question, num_models=1 + len(service.alternatives))
+        self.answer = Answer(service, sampled, self.question, self.found)
 
-    def remedy_text(self, misses: Probe) -> str:
-        """The remedy to print if no load meets the targets. `misses`: the probe nearest to meeting them."""
-        if misses.num_refused > (1 - self.share) * misses.num_requests:
-            return "shorten the requests that can never run"
-        return _FASTER
+    @property
+    def is_complete(self) -> bool:
+        return self.answer.found.is_complete
 
-    def make_question(self, bar: ProgressBar) -> Question:
-        """The `Question` of this search: its workload, service and targets. Prints the heading; each probe then prints
-        a row below the heading."""
-        arriving, of_users = self.arriving, self.arriving.of_users
-        question = Question(
-            workload=lambda load: of_users(int(load)) if of_users else arriving.at_speed(load / arriving.rate),
-            is_of_users=of_users is not None,
-            config=self.service.config,
-            step_time=self.service.step_time,
-            targets=self.targets,
-            share=self.share,
-            routing=self.service.routing,
-            seed=self._seed,
-            host_memory=self.service.host_memory,
-            features=self.service.features,
-            topology=self.service.topology,
-            on_probe=self._print_probe,
-            progress=bar.update,
-        )
-        if self._is_shown:
-            print_setting(self.service, arriving, 1)
-            self.console.print(Text(self.service.about_times, style="yellow"))
-            self.console.print(f"Targets: {targets_text(self.targets)}; for at least {self.share:.6g} of the requests.")
-            how = "from another number of users" if of_users else "faster or slower"
-            self.console.print(f"Each probe is a simulation of these requests, which come {how}.")
-            about_trace = f"{arriving.about_trace} {arriving.about_left_out}".strip()
-            self.console.print(f"{about_trace}\n" if about_trace else "")
-            self._print_cells(_COLUMNS, "bold")
-        return question
+    def run(self, num_workers: int) -> None:
+        """Search; then with another limit of a step, if the given one is why the targets are missed.
 
-    def extrapolations(self, probe: Probe | None) -> list[str]:
-        """Warnings about steps of this probe whose loads exceed the loads in the profile's log; empty if `probe` is
-        None."""
-        return [] if probe is None else self._extrapolations[probe]
+        Raises:
+            SimulationError: no request can ever run, or a worker died.
+        """
+        judge = self.service.judge(self.sampled.samples, self.question.targets, self.seed)
+        figure = "the ends of the interval within {task.fields[now]:.0%} so far"
+        with (
+            ProgressBar("simulated", None, figure=figure) as bar,
+            workers(judge, num_workers) as runner,
+        ):
+            question = replace(
+                self.question, progress=lambda number, excess: bar.update(number, min(excess, _MAX_EXCESS))
+            )
+            self.found = find_capacity(question, runner)
+            self.answer = Answer(self.service, self.sampled, self.question, self.found)
+            if self.found.is_complete and self.free:
+                self._try_neighbours(question, runner)
 
-    def lengthening_remedy(self, probe: Probe) -> str:
-        """The remedy to print if `probe` was too short: how to give a probe more requests."""
-        return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
-
-    def _print_probe(self, probe: Probe) -> None:
-        self.found.add(probe)
-        self._extrapolations[probe] = self.service.extrapolations()
-        if not self._is_shown:
+    def _try_neighbours(self, question: Question, runner: Runner) -> None:
+        try:
+            changed = best_neighbour(question, self.found, runner, self.free, self.service.sized)
+        except KeyboardInterrupt:
+            self.found.is_complete = False
             return
-        is_dense = probe.rate >= 1 / DENSE_GAP
-        cells = (
-            "" if probe.num_users is None else f"{probe.num_users:,}",
-            "all at once" if is_dense else f"{probe.rate:,.3g}" if probe.rate < 100 else f"{probe.rate:,.0f}",
-            str(probe.num_replicas),
-            f"{100 * probe.share:.2f} %",
-            time_text(probe.ttft_p99),
-            time_text(probe.itl_p99),
-            time_text(probe.longest_gap_p99),
-            "yes" if probe.meets else "no",
+        if changed is None:
+            return
+        better = replace(question, config=changed.config, on_load=None)
+        found = find_capacity(better, runner)
+        assert self.found.interval is not None
+        if found.interval is None or not found.interval.value > self.found.interval.value:
+            return
+        self.changed = changed
+        self.answer = Answer(
+            self.service, self.sampled, replace(self.question, config=changed.config), found, changed, self.found
         )
-        self._print_cells(cells, "green" if probe.meets else "")
 
-    def _print_cells(self, cells: tuple[str, ...], style: str) -> None:
-        first = 0 if self.arriving.of_users else 1  # no column for users where there are none
+    # ------------------------------------------------------------------ cost
+
+    def cost(self) -> Cost | None:
+        """Price and energy at the capacity; None: no load meets the targets, or neither is known."""
+        at, interval, question = self.answer.found.at, self.answer.found.interval, self.question
+        device = self.service.device
+        watts = None if device is None or not device.board_watts else device.watts
+        if (
+            at is None
+            or interval is None
+            or not 0 < interval.value < math.inf
+            or (self.price is None and watts is None)
+        ):
+            return None
+        # The figures are of the nearest simulated load; the tokens of the capacity itself are in proportion to it.
+        factor = interval.value / at.load if question.unit != "replicas" else 1.0
+        count = int(interval.value) if question.unit == "replicas" else question.num_replicas
+        busy = min(1.0, at.busy * factor * (at.num_replicas / count))
+        figures = at.figures
+        requests = max(1e-9, at.rate)
+        return cost_of(
+            prompt_tokens_per_second=at.prompt_tokens_per_second * factor,
+            output_tokens_per_second=at.output_tokens_per_second * factor,
+            busy=busy,
+            num_devices=self.service.num_devices * count,
+            price_per_hour=None if self.price is None else self.price * count,
+            watts=watts,
+            prompt_share=prompt_share_of(
+                self.service.step_time if self.service.profile is None else self.service.profile.step_time,
+                prompt_tokens=at.prompt_tokens_per_second / requests,
+                output_tokens=at.output_tokens_per_second / requests,
+                num_running=requests * (at.e2e_mean or 0.0) / count,
+                max_num_batched_tokens=self.answer.question.config.max_num_batched_tokens,
+            )
+            if figures.num_requests
+            else None,
+        )
+
+    # ------------------------------------------------------------------ in words
+
+    def print_heading(self) -> None:
+        """Print the service, the workload and the targets."""
+        question = self.question
+        print_setting(self.service, self.sampled, 1)
+        self.console.print(Text(self.service.about_times, style="yellow"))
+        of_gaps = "; of the gaps, for the ITL" if question.targets.pooled_itl is not None else ""
+        share = f"at least {100 * question.share:.6g} % of the requests{of_gaps}"
+        self.console.print(f"Targets: {targets_text(question.targets)}, for {share}.")
+        about = f"{self.sampled.about_trace} {self.sampled.about_left_out}".strip()
+        self.console.print(f"{about}\n" if about else "")
+
+    def print_loads(self) -> None:
+        """Print a row for each load with the samples of the result."""
+        question = self.answer.question
+        if not self.answer.found.loads:
+            return
+        self._print_cells([*_COLUMNS[:6], ITL_FIGURES[question.targets.itl_of], _COLUMNS[7]], "bold")
+        for measured in self.answer.found.loads:
+            is_dense = measured.rate >= 1 / DENSE_GAP
+            rate = measured.rate if self.sampled.is_of_users else measured.load
+            cells = [
+                f"{measured.load:,.0f}" if self.sampled.is_of_users else "",
+                "all at once" if is_dense else f"{rate:,.3g}" if rate < 100 else f"{rate:,.0f}",
+                str(measured.num_replicas),
+                str(measured.num_samples),
+                share_text(measured.share),
+                time_text(measured.figures.ttft_p99),
+                time_text(itl_p99(measured.figures, question.targets)),
+                "yes" if measured.meets else "no",
+            ]
+            self._print_cells(cells, "green" if measured.meets else "")
+
+    def _print_cells(self, cells: list[str], style: str) -> None:
+        first = 0 if self.sampled.is_of_users else 1  # no column for users where there are none
         columns = list(zip(cells, _WIDTHS, strict=True))[first:]
-        line = "  ".join(f"{cell:>{width}}" for cell, width in columns)
-        self.console.print(Text(line.rstrip(), style=style))
+        self.console.print(Text("  ".join(f"{cell:>{width}}" for cell, width in columns).rstrip(), style=style))
 
-    def notes(self, meets: Probe | None) -> list[str]:
-        """Remarks to print below the result."""
-        left_out = [self.arriving.about_left_out] if self.arriving.about_left_out else []
-        return [self.service.about_times, *left_out, *self.extrapolations(meets)]
+    def print_answer(self) -> None:
+        """Print the result in sentences."""
+        self.console.print()
+        for place, line in enumerate(self.lines()):
+            self.console.print(Text(line, style="" if place else "bold"))
+        self.console.print()
 
-    def as_json(self, found: Capacity, answer: list[str], is_complete: bool) -> dict[str, Any]:
+    def lines(self) -> list[str]:
+        """The result, its cost and warnings, in sentences."""
+        return [*self.answer.lines(), *cost_lines(self.cost()), *self.extrapolations()]
+
+    def extrapolations(self) -> list[str]:
+        """Warnings about loads of steps that the profile's log does not have, at the highest load within the
+        targets."""
+        at, profile = self.answer.found.at, self.service.profile
+        if profile is None or at is None or at.seen is None:
+            return []
+        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(profile, at.seen)]
+
+    # ------------------------------------------------------------------ JSON
+
+    def as_json(self) -> dict[str, Any]:
         """The search and its result as one JSON object."""
+        answer, question, found = self.answer, self.question, self.answer.found
+        cost, targets = self.cost(), self.question.targets
+        notes = [self.service.about_times, self.sampled.about_left_out, *self.extrapolations()]
+        changed = None
+        if self.changed is not None:
+            before = _interval_json(self.found.interval)
+            changed = {"setting": self.changed.setting, "value": self.changed.value, "capacity_before": before}
         return {
-            **setting_as_json(self.service, self.arriving),
-            "targets": {"ttft": self.targets.ttft, "itl": self.targets.itl, "share": self.share},
-            "is_complete": is_complete,
-            "answer": " ".join(answer),
-            "meets": None if found.meets is None else asdict(found.meets),
-            "misses": None if found.misses is None else asdict(found.misses),
-            "probes": [asdict(probe) for probe in found.probes],
-            "notes": self.notes(found.meets),
+            **setting_as_json(self.service, self.sampled),
+            "targets": {**asdict(targets), "share": question.share},
+            "is_complete": self.is_complete,
+            "answer": " ".join(answer.lines()),
+            "unit": question.unit,
+            "confidence": question.confidence,
+            "within": question.within,
+            "capacity": _interval_json(found.interval),
+            "capacity_of_best_step_times": _interval_json(found.sampling),
+            "alternatives": [_finite(value) for value in found.alternatives],
+            "changed": changed,
+            "is_narrow": found.is_narrow,
+            "is_short": found.is_short,
+            "num_samples": found.num_samples,
+            "num_requests": found.num_requests,
+            "num_simulated": found.num_simulated,
+            "at": _measured_json(found.at),
+            "beyond": _measured_json(found.beyond),
+            "loads": [_measured_json(each) for each in found.loads],
+            "cost": None if cost is None else asdict(cost),
+            "notes": [note for note in notes if note],
         }
 
 
-# ---------------------------------------------------------------------- the answer in words
+def _finite(value: float) -> float | None:
+    """The value; None, which stands for no limit, if it is infinite."""
+    return value if math.isfinite(value) else None
 
 
-def _result_lines(found: Capacity, search: _Search, low: int, high: int, is_complete: bool) -> list[str]:
-    if not found.probes:
-        return ["Interrupted before the first probe."]
-    lines = [] if is_complete else ["Interrupted: this is the bracket so far."]
-    meets, misses = found.meets, found.misses
-    last = found.probes[-1]
-    if low < high:
-        lines += _replica_result_lines(meets, misses, last, search, low, high)
-    elif search.arriving.of_users:
-        lines += _user_result_lines(meets, misses, last, search, high)
-    elif meets is None:
-        lines.append(
-            f"Nothing meets the targets: even with one request each {SPARSE_GAP:,.0f} s, "
-            f"{_figures_text(found.probes[0])}; {search.remedy_text(last)}."
+def _interval_json(interval: Interval | None) -> dict[str, float | None] | None:
+    return None if interval is None else {name: _finite(end) for name, end in asdict(interval).items()}
+
+
+def _measured_json(measured: Measured | None) -> dict[str, Any] | None:
+    if measured is None:
+        return None
+    values = asdict(replace(measured, seen=None))
+    del values["seen"]
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _device_table(searches: list[_Search]) -> Table:
+    """The devices side by side."""
+    first = searches[0]
+    columns = ["capacity", "TTFT p99", ITL_FIGURES[first.question.targets.itl_of]]
+    costs = [search.cost() for search in searches]
+    has_price = any(cost is not None and cost.price_per_million_tokens is not None for cost in costs)
+    has_power = any(cost is not None and cost.watts is not None for cost in costs)
+    columns += ["price per M tokens", "prompt", "output"] * has_price + ["W", "kWh per M tokens"] * has_power
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for search, cost in zip(searches, costs, strict=True):
+        at = search.answer.found.at
+        prices = (
+            ()
+            if cost is None
+            else (
+                cost.price_per_million_tokens,
+                cost.price_per_million_prompt_tokens,
+                cost.price_per_million_output_tokens,
+            )
         )
-    elif misses is None:
-        lines.append(
-            f"Every rate meets the targets: all {last.num_requests:,} requests at once, {_figures_text(last)}; "
-            f"{search.lengthening_remedy(last)}, or set a shorter target."
-        )
-    elif misses.rate >= 1 / DENSE_GAP:
-        lines.append(f"At least {meets.rate:.3g} requests/s meet the targets; all at once do not.")
-    else:
-        lines.append(
-            f"Capacity: {meets.rate:.4g} requests/s on {_replicas_text(high)} ({meets.rate:.4g} meet the targets, "
-            f"{misses.rate:.4g} do not)."
-        )
-        lines.append(f"At {meets.rate:.4g} requests/s, {_figures_text(meets)}.")
-    if misses is not None and _is_missed_by_gaps(misses, search.targets):
-        lines.append(
-            "The gaps miss their target: --itl-target holds for every gap of a request, the longest included. The ITL "
-            f"p99 of all gaps together, which vllm bench prints, is {time_text(misses.itl_p99)} there. A long prompt "
-            "in a step delays the next token of all others: a smaller --max-num-batched-tokens (here "
-            f"{search.service.config.max_num_batched_tokens}) makes the longest gaps shorter."
-        )
-    if last.num_refused:
-        lines.append(
-            f"{last.num_refused:,} of {last.num_requests:,} requests can never run and count as misses; pointsman "
-            "simulate names them."
-        )
-    if meets is not None and misses is not None and found.is_short(search.targets):
-        span = (meets.num_requests - 1) / meets.rate
-        lines.append(
-            f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: "
-            f"{search.lengthening_remedy(meets)} before you rely on it."
-        )
-    if search.arriving.num_left_out:
-        lines.append(search.arriving.about_trace)
-    return [*lines, *search.extrapolations(meets)]
-
-
-def _is_missed_by_gaps(misses: Probe | None, targets: Targets) -> bool:
-    """Whether the gaps between tokens, not the TTFT, are why the nearest probe misses the targets.
-
-    If the p99 of gaps and of TTFT are both within the targets, the p99 that is nearer to its target is the reason.
-    """
-    if misses is None or targets.itl is None or misses.longest_gap_p99 is None or misses.ttft_p99 is None:
-        return False
-    gap, ttft = misses.longest_gap_p99 / targets.itl, misses.ttft_p99 / (targets.ttft or math.inf)
-    return gap > ttft and ttft <= 1 and (gap > 1 or not misses.num_refused)
-
-
-def _user_result_lines(meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, high: int) -> list[str]:
-    if meets is None:
-        return [f"Nothing meets the targets: even with one user, {_figures_text(last)}; {search.remedy_text(last)}."]
-    if misses is None:
-        return [
-            f"At least {meets.num_users:,} users meet the targets: {_figures_text(meets)}; "
-            f"{search.lengthening_remedy(meets)} to test more users."
+        energy = None if cost is None or cost.joules_per_million_tokens is None else cost.joules_per_million_tokens
+        cells = [
+            search.service.title.split(" on ")[-1],
+            search.answer.short_text() + search.answer.changed_text(),
+            "-" if at is None else time_text(at.figures.ttft_p99),
+            "-" if at is None else time_text(itl_p99(at.figures, search.question.targets)),
         ]
-    return [
-        f"Capacity: {meets.num_users:,} users on {_replicas_text(high)} ({meets.num_users:,} meet the targets, "
-        f"{misses.num_users:,} do not).",
-        f"They send {meets.rate:.4g} requests/s; {_figures_text(meets)}.",
-    ]
+        if has_price:
+            cells += [_number(price) for price in prices] or ["-"] * 3
+        if has_power:
+            cells += [
+                _number(None if cost is None else cost.watts),
+                _number(None if energy is None else energy / 3.6e6),
+            ]
+        table.add_row(*cells)
+    return table
 
 
-def _replica_result_lines(
-    meets: Probe | None, misses: Probe | None, last: Probe, search: _Search, low: int, high: int
-) -> list[str]:
-    if meets is None:
-        return [
-            f"Even {high} replicas miss the targets {_load_text(last)}: {_figures_text(last)}; give a range "
-            f"with more of them, {search.remedy_text(last)}."
-        ]
-    if misses is None:
-        return [
-            f"{_replicas_text(meets.num_replicas)} {'is' if meets.num_replicas == 1 else 'are'} enough "
-            f"{_load_text(meets)}, the fewest of {low} to {high}: {_figures_text(meets)}."
-        ]
-    return [
-        f"{_replicas_text(meets.num_replicas)} meet the targets {_load_text(meets)}; {misses.num_replicas} "
-        f"{'does' if misses.num_replicas == 1 else 'do'} not.",
-        f"On {_replicas_text(meets.num_replicas)}, {_figures_text(meets)}; on {misses.num_replicas}, "
-        f"{100 * misses.share:.2f} % meet them.",
-    ]
-
-
-def _load_text(probe: Probe) -> str:
-    return f"at {probe.rate:.4g} requests/s" if probe.num_users is None else f"with {probe.num_users:,} users"
-
-
-def _replicas_text(count: int) -> str:
-    return f"{count} replica{'s' * (count > 1)}"
-
-
-def _figures_text(probe: Probe) -> str:
-    return (
-        f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {time_text(probe.ttft_p99)}, ITL p99 "
-        f"{time_text(probe.itl_p99)}, and 99 % have no gap longer than {time_text(probe.longest_gap_p99)}"
-    )
-
-
-def targets_text(targets: Targets) -> str:
-    """The given targets as text."""
-    limits = {
-        "TTFT": targets.ttft,
-        "every gap between two tokens": targets.itl,
-        "end-to-end time": targets.e2e,
-    }
-    return ", ".join(f"{name} at most {time_text(limit)}" for name, limit in limits.items() if limit is not None)
-
-
-def time_text(value: float | None) -> str:
-    """A duration as text, in seconds or milliseconds with three digits; "-": there is no value, or it is infinite."""
-    if value is None or math.isinf(value):
-        return "-"
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -46,5 +46,21 @@ def time_or_share(option: str, text: str) -> tuple[float, float]:
     return found, 0.0
 
 
+def share(option: str, text: str) -> float:
+    """The share of "10%" or "0.1".
+
+    Raises:
+        CommandError: the text is no finite number above 0.
+    """
+    number, is_percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        found = float(number) / (100 if is_percent else 1)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise CommandError(f"{_flag(option)} is {text!r}; give a share above 0, like 10% or 0.1")
+    return found
+
+
 def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"

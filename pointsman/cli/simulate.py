@@ -18,10 +18,11 @@ from pointsman.cli.features import features_text
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulation import (
     Arriving,
+    Sampled,
     Service,
     check_routing,
-    seconds,
     service_of_options,
+    targets_of_options,
     workload_of_options,
 )
 from pointsman.core.observe.film import FilmRecorder
@@ -66,7 +67,7 @@ def run_simulation(
     Raises:
         CommandError: an option, a file or the model is wrong, or every request was refused.
     """
-    ttft_target, itl_target = (seconds(name, options.get(name)) for name in ("ttft_target", "itl_target"))
+    targets = targets_of_options(options, "ttft_target", "itl_target")
     speed = options.get("rate", 1.0)
     if replicas < 1:
         raise CommandError(f"--replicas is {replicas}; it must be at least 1")
@@ -115,8 +116,9 @@ def run_simulation(
             report = figures(
                 outcome,
                 service.config,
-                ttft_target=ttft_target,
-                itl_target=itl_target,
+                ttft_target=targets.ttft,
+                itl_target=targets.itl,
+                itl_of=targets.itl_of,
                 price_per_hour=price_per_hour,
                 num_bootstrap=NUM_BOOTSTRAP if seeds == 1 or not outcome.is_complete else 0,
                 is_open=isinstance(workload, OpenLoop),
@@ -201,7 +203,12 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
 
 
 def print_setting(
-    service: Service, arriving: Arriving, replicas: int, speed: float = 1.0, *, is_searched: bool = False
+    service: Service,
+    arriving: Arriving | Sampled,
+    replicas: int,
+    speed: float = 1.0,
+    *,
+    is_searched: bool = False,
 ) -> None:
     """Print the simulated service and workload. KV blocks come first, because a wrong number of blocks makes all
     results wrong.
@@ -269,7 +276,7 @@ def _write_files(
         raise CommandError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
-def setting_as_json(service: Service, arriving: Arriving) -> dict[str, Any]:
+def setting_as_json(service: Service, arriving: Arriving | Sampled) -> dict[str, Any]:
     """The simulated service and workload, for JSON."""
     kv = service.kv
     memory = None if kv is None else {name: getattr(kv, name) for name in ("usable", "weights", "activations", "kv")}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from pointsman.cli.durations import seconds as seconds
@@ -31,10 +29,13 @@ from pointsman.sim.hull import WatchedStepTime, warn_outside
 from pointsman.sim.memory import KvMemory, layer_groups, num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.profile import EngineSettings, Profile, load_profile
+from pointsman.sim.report.summary import ITL_OF, ItlOf, Targets
+from pointsman.sim.samples import GeneratedSamples, Samples, SessionSamples, TraceSamples, TraceUserSamples, UserSamples
 from pointsman.sim.scenarios import SCENARIOS
 from pointsman.sim.shapes import SHAPES, model_shape
 from pointsman.sim.step_time import RooflineStepTime, StepTime, check_experts_divided
 from pointsman.sim.topology import ONE_ENGINE, Topology
+from pointsman.sim.trial import Judge, Source
 from pointsman.sim.vllm_defaults import VLLM_VERSION, vllm_defaults
 from pointsman.sim.workload import (
     Adapters,
@@ -56,14 +57,13 @@ DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "out
 """Options of the built-in example, with typical lengths of a chat service; also the defaults of generated workloads."""
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
-REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
-"""Number of generated requests for each user, in a search for the number of users; and the maximum of all requests that
-are generated for this reason. With more users, each sends fewer; the search ends at one request for each user."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNKNOWN_MODEL = "MODEL"
 """Placeholder in a command, if neither an option nor the profile names the model."""
 UNBOUNDED_MODEL_LEN = 131_072
 """Maximum tokens of a sequence if neither a model nor --max-model-len determines it."""
+
+DEFAULT_ITL_OF: ItlOf = "pooled"
 
 T = TypeVar("T")
 
@@ -81,13 +81,6 @@ class Arriving:
     """Requests a second at speed 1; infinity: all requests arrive at one time, or the rate is not known in advance."""
     trace: Trace[TraceRequest] | None = None
     """All requests of the trace that can be served, and the number of rows left out; None: there is no trace."""
-    of_users: Callable[[int], Workload] | None = None
-    """Function from a number of users to the workload in which these users send the requests. Each user sends its first
-    request within its first thinking time. None: there are no users."""
-    num_left_out: int = 0
-    """Number of requests of the trace after the used part."""
-    about_trace: str = ""
-    """Text about the used part of the trace; empty: there is no trace."""
 
     @property
     def about_left_out(self) -> str:
@@ -95,55 +88,116 @@ class Arriving:
         return "" if self.trace is None else about_left_out(self.trace.num_rows, self.trace.left_out)
 
 
-def workload_of_options(
-    options: Mapping[str, Any], num_requests: int | None = None, *, finds_num_users: bool = False
-) -> Arriving:
+def workload_of_options(options: Mapping[str, Any], num_requests: int | None = None) -> Arriving:
     """The workload that the options describe.
 
     Args:
         options: the given options, by name.
         num_requests: maximum number of requests from the start, overrides the options; None: as in the options.
-        finds_num_users: whether the command searches for a number of users. The requests then come from users.
 
     Raises:
         CommandError: options contradict each other, or a value or a file is wrong.
     """
-    _check_options(options, finds_num_users)
+    _check_options(options)
     try:
         if "trace" in options:
-            return _trace_workload(options, num_requests, finds_num_users)
-        lengths = Lengths(
-            prompt=_parse_option(parse_distribution, "prompt_tokens", options),
-            output=_parse_option(parse_distribution, "output_tokens", options),
-            adapters=_adapters(options),
-        )
-        seed = options.get("seed", 0)
-        think = _parse_option(parse_distribution, "think", options)
+            return _trace_workload(options, num_requests)
         if "sessions" in options:
-            return _session_workload(options, num_requests, seed)
+            return _session_workload(options, num_requests)
+        lengths, seed = _lengths(options), options.get("seed", 0)
         count = num_requests or options.get("requests", NUM_REQUESTS)
-        of_lengths = ", ".join(f"{name.partition('_')[0]}s {options.get(name, DEFAULTS[name])}" for name in _LENGTHS)
-        if finds_num_users:
-
-            def of_users(users: int) -> Workload:
-                enough = max(count, min(REQUESTS_PER_USER * users, MAX_OF_USERS))
-                return ClosedLoop(users, lengths, think=think, num_requests=enough, seed=seed, is_spread=True)
-
-            title = f"at least {count:,} requests, {of_lengths}, from users who think for {options.get('think', '0')} s"
-            return Arriving(title, lambda _: of_users(1), math.inf, of_users=of_users)
         if "users" in options:
+            think = _parse_option(parse_distribution, "think", options)
             loop = ClosedLoop(options["users"], lengths, think=think, num_requests=count, seed=seed)
-            return Arriving(f"{options['users']} users, {count:,} requests, {of_lengths}", lambda _: loop, math.inf)
-        text = options.get("arrivals", DEFAULTS["arrivals"])
+            title = f"{options['users']} users, {count:,} requests, {_lengths_text(options)}"
+            return Arriving(title, lambda _: loop, math.inf)
         arrivals = _parse_option(parse_arrivals, "arrivals", options)
         generated = Generated(arrivals, lengths, count, seed)
     except (PointsmanError, ValueError) as error:
         raise CommandError(str(error)) from None
     return Arriving(
-        f"{count:,} requests, arrivals {text}, {of_lengths}",
+        f"{count:,} requests, arrivals {options.get('arrivals', DEFAULTS['arrivals'])}, {_lengths_text(options)}",
         lambda speed: OpenLoop(generated, rate=speed),
         arrivals.rate,
     )
+
+
+def _lengths_text(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name.partition('_')[0]}s {options.get(name, DEFAULTS[name])}" for name in _LENGTHS)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A workload of which a search simulates samples."""
+
+    title: str
+    samples: Samples
+    rate: float
+    """Requests a second as the options or the trace have them; infinity: of users, not known."""
+    is_of_users: bool = False
+    """Whether the load of the samples is a number of users."""
+    num_requests: int | None = None
+    """Number of requests of a sample, as far as the options determine it."""
+    about_trace: str = ""
+    """Text about the trace; empty: there is none."""
+    about_left_out: str = ""
+    """The number of rows of the trace that were left out, and why; empty: none, or there is no trace."""
+
+
+def samples_of_options(options: Mapping[str, Any], num_requests: int | None, *, finds_num_users: bool) -> Sampled:
+    """The samples of the workload that the options describe.
+
+    Args:
+        num_requests: number of requests of a sample; None: chosen later, or by `--sessions`.
+        finds_num_users: whether the requests come from users.
+
+    Raises:
+        CommandError: options contradict each other, or a value or a file is wrong.
+    """
+    _check_options(options, finds_num_users=finds_num_users)
+    try:
+        return _make_samples(options, num_requests, finds_num_users)
+    except (PointsmanError, ValueError) as error:
+        raise CommandError(str(error)) from None
+
+
+def _make_samples(options: Mapping[str, Any], num_requests: int | None, finds_num_users: bool) -> Sampled:
+    seed, think = options.get("seed", 0), _parse_option(parse_distribution, "think", options)
+    if "trace" in options:
+        trace = _read_served(options, None)
+        rate, path = _mean_rate(trace), options["trace"]
+        if rate == math.inf and not finds_num_users:
+            raise CommandError(
+                f"--trace is {path}, whose requests all arrive at the same time and so have no rate; give --arrivals "
+                "instead"
+            )
+        of_trace: Samples = TraceUserSamples(trace, think, seed) if finds_num_users else TraceSamples(trace, rate)
+        return Sampled(
+            f"{len(trace):,} requests of {path}",
+            of_trace,
+            rate,
+            finds_num_users,
+            num_requests,
+            _trace_text(trace),
+            about_left_out(trace.num_rows, trace.left_out),
+        )
+    if "sessions" in options:
+        sessions, arrivals = _sessions(options), _parse_option(parse_arrivals, "arrivals", options)
+        per_session = max(1.0, sessions.num_turns.mean())
+        turns = options.get("turns", SESSION_DEFAULTS["turns"])
+        return Sampled(
+            f"sessions with {turns} turns, {_lengths_text(options)}",
+            SessionSamples(sessions, arrivals),
+            arrivals.rate * per_session,
+            num_requests=num_requests or round(options["sessions"] * per_session),
+        )
+    lengths, of_lengths = _lengths(options), _lengths_text(options)
+    if finds_num_users:
+        title = f"{of_lengths}, from users who think for {options.get('think', '0')} s"
+        return Sampled(title, UserSamples(lengths, think, seed), math.inf, True, num_requests)
+    arrivals = _parse_option(parse_arrivals, "arrivals", options)
+    title = f"arrivals {options.get('arrivals', DEFAULTS['arrivals'])}, {of_lengths}"
+    return Sampled(title, GeneratedSamples(arrivals, lengths, seed), arrivals.rate, num_requests=num_requests)
 
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
@@ -155,6 +209,7 @@ _NOT_WITH: dict[str, tuple[str, ...]] = {
 """For each option, the options that cannot be given with it, because only one of the two could have an effect."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "limit": ("trace",),
+    "start": ("trace",),
     "think": ("users", "sessions"),
     "turns": ("sessions",),
     "new_tokens": ("sessions",),
@@ -162,7 +217,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_options(options: Mapping[str, Any], finds_num_users: bool) -> None:
+def _check_options(options: Mapping[str, Any], *, finds_num_users: bool = False) -> None:
     for name, least in {"limit": 1, "requests": 1, "sessions": 1, "users": 1, "seed": 0, "retention": 0}.items():
         if options.get(name, least) < least:
             raise CommandError(f"{_option_name(name)} is {options[name]}; it must be at least {least}")
@@ -187,44 +242,46 @@ def _check_options(options: Mapping[str, Any], finds_num_users: bool) -> None:
             )
 
 
-def _trace_workload(options: Mapping[str, Any], num_requests: int | None, finds_num_users: bool) -> Arriving:
+def _trace_workload(options: Mapping[str, Any], num_requests: int | None) -> Arriving:
     path = options["trace"]
+    trace = _read_served(options, num_requests or options.get("limit"))
+    title = f"{len(trace):,} requests of {path}"
+    if "users" in options:
+        think, seed = _parse_option(parse_distribution, "think", options), options.get("seed", 0)
+        loop = ClosedLoop(options["users"], trace, think=think, seed=seed)
+        return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, trace)
+    return Arriving(title, lambda speed: OpenLoop(trace, rate=speed), _mean_rate(trace), trace)
+
+
+def _read_served(options: Mapping[str, Any], limit: int | None) -> Trace[TraceRequest]:
+    """The requests of the option `--trace`, from `--start` on.
+
+    Raises:
+        CommandError: the file cannot be read, or has no request after the start.
+    """
+    path, start = options["trace"], seconds("start", options.get("start"))
     try:
-        whole = served(read_trace(path, limit=None if num_requests else options.get("limit")), path)
+        trace = served(read_trace(path, limit=None if start else limit), path)
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
+    if start:
+        later = [request for request in trace if request.arrival_time >= start][:limit]
+        if not later:
+            raise CommandError(
+                f"--start is {options['start']}, but the last request of {path} arrives after "
+                f"{trace[-1].arrival_time:.3g} s; give an earlier start"
+            )
+        first = later[0].arrival_time
+        trace = Trace([replace(each, arrival_time=each.arrival_time - first) for each in later], trace.left_out)
     if (adapters := _adapters(options)) is not None:
-        whole = Trace(with_adapters(whole, adapters, options.get("seed", 0)), whole.left_out)
-    trace = whole[:num_requests]
-    title = f"{len(trace):,} requests of {path}"
-    think, seed = _parse_option(parse_distribution, "think", options), options.get("seed", 0)
-    of_users = partial(ClosedLoop, source=trace, think=think, seed=seed, is_spread=True) if finds_num_users else None
-    if "users" in options and not finds_num_users:
-        loop = ClosedLoop(options["users"], trace, think=think, seed=seed)
-        return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, whole)
-    return Arriving(
-        title,
-        lambda speed: OpenLoop(trace, rate=speed),
-        _mean_rate(trace),
-        whole,
-        of_users,
-        num_left_out=len(whole) - len(trace),
-        about_trace=_used_part_text(whole, trace),
-    )
+        trace = Trace(with_adapters(trace, adapters, options.get("seed", 0)), trace.left_out)
+    return trace
 
 
-def _used_part_text(whole: Sequence[TraceRequest], trace: Sequence[TraceRequest]) -> str:
-    minutes, rate = (whole[-1].arrival_time - whole[0].arrival_time) / 60, _mean_rate(whole)
+def _trace_text(trace: Sequence[TraceRequest]) -> str:
+    minutes, rate = (trace[-1].arrival_time - trace[0].arrival_time) / 60, _mean_rate(trace)
     pace = f" in {minutes:.3g} min, {rate:.3g} a second" if rate < math.inf else ""
-    of_it = f"The trace has {len(whole):,} requests{pace}"
-    if len(trace) == len(whole):
-        return f"{of_it}."
-    part = (trace[-1].arrival_time - trace[0].arrival_time) / 60
-    outputs = [fmean(one.num_output_tokens for one in some) for some in (trace, whole)]
-    return (
-        f"{of_it}; taken are the first {len(trace):,}, {part:.3g} min of it, with {outputs[0]:.0f} tokens in the mean "
-        f"output (all: {outputs[1]:.0f}). --requests {len(whole)} takes all."
-    )
+    return f"The trace has {len(trace):,} requests{pace}."
 
 
 def _mean_rate(trace: Sequence[TraceRequest]) -> float:
@@ -232,33 +289,41 @@ def _mean_rate(trace: Sequence[TraceRequest]) -> float:
     return (len(trace) - 1) / seconds if seconds > 0 else math.inf
 
 
-def _session_workload(options: Mapping[str, Any], num_requests: int | None, seed: int) -> Arriving:
+def _session_workload(options: Mapping[str, Any], num_requests: int | None) -> Arriving:
     values = {name: options.get(name, default) for name, default in {**DEFAULTS, **SESSION_DEFAULTS}.items()}
-    arrivals, turns = (
-        _parse_option(parse_arrivals, "arrivals", options),
-        _parse_option(parse_distribution, "turns", options),
-    )
-    per_session = max(1.0, turns.mean())
-    count = options["sessions"]
+    sessions = _sessions(options)
+    per_session, count = max(1.0, sessions.num_turns.mean()), options["sessions"]
     if num_requests is not None:
         count = max(1, min(count, round(num_requests / per_session)))
-    sessions = Sessions(
-        arrivals=arrivals,
-        num_turns=turns,
-        first_prompt=_parse_option(parse_distribution, "prompt_tokens", options),
-        new_text=_parse_option(parse_distribution, "new_tokens", options),
-        output=_parse_option(parse_distribution, "output_tokens", options),
-        think=_parse_option(parse_distribution, "think", options),
-        num_sessions=count,
-        retention=options.get("retention"),
-        adapters=_adapters(options),
-        seed=seed,
-    )
+    sessions = replace(sessions, num_sessions=count)
     return Arriving(
         f"{count:,} sessions, arrivals {values['arrivals']}, turns {values['turns']}, first prompts "
         f"{values['prompt_tokens']}, later ones {values['new_tokens']} more, outputs {values['output_tokens']}",
         lambda speed: replace(sessions, arrivals=_speed_up_arrivals(values["arrivals"], speed)),
-        arrivals.rate * per_session,
+        _parse_option(parse_arrivals, "arrivals", options).rate * per_session,
+    )
+
+
+def _sessions(options: Mapping[str, Any]) -> Sessions:
+    return Sessions(
+        arrivals=_parse_option(parse_arrivals, "arrivals", options),
+        num_turns=_parse_option(parse_distribution, "turns", options),
+        first_prompt=_parse_option(parse_distribution, "prompt_tokens", options),
+        new_text=_parse_option(parse_distribution, "new_tokens", options),
+        output=_parse_option(parse_distribution, "output_tokens", options),
+        think=_parse_option(parse_distribution, "think", options),
+        num_sessions=options["sessions"],
+        retention=options.get("retention"),
+        adapters=_adapters(options),
+        seed=options.get("seed", 0),
+    )
+
+
+def _lengths(options: Mapping[str, Any]) -> Lengths:
+    return Lengths(
+        prompt=_parse_option(parse_distribution, "prompt_tokens", options),
+        output=_parse_option(parse_distribution, "output_tokens", options),
+        adapters=_adapters(options),
     )
 
 
@@ -317,6 +382,31 @@ class Service:
     """The model to name in a server's command: a path, or a name with its organisation."""
     alternatives: tuple[StepTime, ...] = ()
     """Other step times that are about equally plausible, and span what is not known about the step times."""
+    device: Device | None = None
+    """The device; None: only a profile is known."""
+    num_devices: int = 1
+    """Number of devices of each replica."""
+
+    def judge(self, source: Source, targets: Targets, seed: int = 0) -> Judge:
+        """The judge of simulations of this service, with `alternatives` as its other step times.
+
+        Args:
+            source: of the workloads.
+            seed: of the simulations' own draws, such as which drafts are accepted.
+        """
+        profile = self.profile
+        best = self.step_time if profile is None else profile.bounded(profile.step_time)
+        return Judge(
+            source=source,
+            step_times=(best, *self.alternatives),
+            targets=targets,
+            routing=self.routing,
+            seed=seed,
+            host_memory=self.host_memory,
+            features=self.features,
+            topology=self.topology,
+            request_overhead=0.0 if profile is None else profile.request_overhead,
+        )
 
     def extrapolations(self) -> list[str]:
         """A sentence on where the steps of the simulations since the last call had other loads than the profile's log;
@@ -495,6 +585,8 @@ def _make_service(options: Mapping[str, Any], preset: str | None, as_vllm: bool)
         topology,
         _served_model(options, shape, profile),
         alternatives,
+        on,
+        parallel * topology.num_engines,
     )
 
 
@@ -626,6 +718,40 @@ def _profile_text(profile: Profile) -> str:
 
 
 # ---------------------------------------------------------------------- values, names
+
+
+def device_names(options: Mapping[str, Any]) -> list[str | None]:
+    """The devices of the option `--device`, one or several; [None] if it is not given. A description of a device has
+    commas itself, so it is one device.
+
+    Raises:
+        CommandError: several devices are given with a profile, or one is empty.
+    """
+    text = options.get("device")
+    if text is None or "=" in text:
+        return [text]
+    names: list[str | None] = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise CommandError(f"--device is {text!r}; give names with commas between them, like h100,l40s")
+    if len(names) > 1 and "profile" in options:
+        raise CommandError("--profile has the step times of one device; give one --device, or leave --profile out")
+    return names
+
+
+def targets_of_options(options: Mapping[str, Any], *names: str) -> Targets:
+    """The targets that the options give, by `names` of the options for TTFT, ITL and end-to-end time.
+
+    Raises:
+        CommandError: a target is no time, or `--itl-of` is no kind of ITL or has no target beside it.
+    """
+    limits = [seconds(name, options.get(name)) for name in names]
+    itl_of = options.get("itl_of", DEFAULT_ITL_OF)
+    if itl_of not in ITL_OF:
+        raise CommandError(f"--itl-of is {itl_of!r}; give one of {', '.join(ITL_OF)}")
+    if "itl_of" in options and limits[1] is None:
+        raise CommandError(f"--itl-of has no effect without a target; give {_option_name(names[1])} too")
+    ttft, itl, e2e = (*limits, None)[:3]
+    return Targets(ttft, itl, e2e, itl_of)
 
 
 def _option_name(name: str) -> str:

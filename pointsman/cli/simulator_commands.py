@@ -79,8 +79,12 @@ def capacity(
     replicas: sim.ReplicaRange = "1",
     share: sim.Share = 0.99,
     requests_per_second: sim.WantedRate = None,
-    requests: sim.ProbeRequests = None,
-    tolerance: sim.Tolerance = 0.02,
+    requests: sim.SampleRequests = None,
+    samples: sim.MaxSamples = 32,
+    confidence: sim.Confidence = "90%",
+    within: sim.Within = "10%",
+    workers: sim.Workers = None,
+    price_per_hour: sim.PricesPerHour = None,
     preset: sim.SimulatedPreset = None,
     as_json: sim.AsJsonObject = False,
     list_names: sim.ListNames = False,
@@ -88,9 +92,9 @@ def capacity(
 ) -> int:
     """Find how many requests a second, or users, a service handles within its targets, or how many replicas it needs.
 
-    Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
-    thinks before the next request, and the number of users is found. Without a target option, the target is a TTFT
-    within 2 s.
+    Samples of the workload are simulated at several loads: generated with different seeds, or stretches of a trace. The
+    result has an interval. With --think the requests come from users, each of which thinks before the next request, and
+    the number of users is found. Without a target option, the target is a TTFT within 2 s.
 
     Exit code 0: found; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
     """
@@ -106,7 +110,11 @@ def capacity(
         share=share,
         rate=requests_per_second,
         num_requests=requests,
-        tolerance=tolerance,
+        max_samples=samples,
+        confidence=confidence,
+        within=within,
+        num_workers=workers,
+        prices=price_per_hour,
         preset=preset,
         as_json=as_json,
     )
@@ -130,7 +138,8 @@ def tune(
     Settings are chosen on one part of the workload, and compared with the defaults of vLLM on another part. Settings
     that are given are kept, all others are searched. Without a target option, the target is a TTFT within 2 s.
 
-    Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: nothing meets the targets.
+    Exit code 0: found, or no gain; 2: an option, a file or the model is wrong; 3: the targets are missed for more than
+    1 % of the requests.
     """
     from pointsman.cli.simulation import names
     from pointsman.cli.tune import run_tune

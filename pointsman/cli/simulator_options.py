@@ -72,6 +72,10 @@ ARRIVING: dict[str, Any] = {
             "that a range of replicas must serve."
         ),
     ],
+    "start": Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Time of the trace to leave out at its beginning, like 10min for a ramp-up."),
+    ],
     "seed": Annotated[int | None, typer.Option(help="Seed of generated requests [default: 0].")],
 }
 
@@ -99,7 +103,8 @@ SERVED_BY: dict[str, Any] = {
         typer.Option(
             metavar="NAME",
             help="A built-in device (see --list), cpu for this machine, or a description: "
-            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it [default: h100].",
+            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it; for capacity also "
+            "several, like h100,l40s [default: h100].",
         ),
     ],
     "profile": Annotated[
@@ -226,10 +231,15 @@ TARGETS: dict[str, Any] = {
     ],
     "itl_target": Annotated[
         str | None,
+        typer.Option(metavar="TIME", help="Maximum time between two tokens of a request; see --itl-of."),
+    ],
+    "itl_of": Annotated[
+        str | None,
         typer.Option(
-            metavar="TIME",
-            help="Maximum time between two tokens of a request. It holds for every gap, the longest included, so it is "
-            "stricter than a p99 of all gaps together.",
+            metavar="KIND",
+            help="What the ITL target holds for: pooled, the gaps of all requests together, as the P99 ITL of vllm "
+            "bench; request, the mean gap of each request (TPOT); gap, every gap of each request, the longest included "
+            "[default: pooled].",
         ),
     ],
 }
@@ -245,6 +255,7 @@ TUNED: dict[str, Any] = {
         ),
     ],
     "limit": SIMULATED["limit"],
+    "start": ARRIVING["start"],
     "seed": Annotated[int | None, typer.Option(help="Seed of the search and of generated requests [default: 0].")],
     "ttft_p99": Annotated[
         str | None,
@@ -261,10 +272,10 @@ TUNED: dict[str, Any] = {
             "--itl-p99",
             "--itl-target",
             metavar="TIME",
-            help="Maximum time between two tokens, in every gap, the longest included, for 99 % of the requests; "
-            "stricter than a p99 of all gaps together.",
+            help="Maximum time between two tokens, for 99 % of what --itl-of names.",
         ),
     ],
+    "itl_of": TARGETS["itl_of"],
     "e2e_p99": Annotated[
         str | None,
         typer.Option(
@@ -295,11 +306,23 @@ WantedRate = Annotated[
     typer.Option(help="With a range of replicas: requests a second to serve [default: the workload's rate]."),
 ]
 Share = Annotated[float, typer.Option(help="Share of the requests that must meet all targets.")]
-ProbeRequests = Annotated[
+SampleRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests of each probe, from the start of the workload; with generated users, at least ten per user "
-        "[default: 2000 per replica, at most 10000]."
+        help="Requests of each sample: generated with a seed of its own, or a stretch of the trace [default: enough "
+        "for the targets, 600 to 20000]."
+    ),
+]
+MaxSamples = Annotated[
+    int, typer.Option(help="Maximum number of samples; fewer are taken if they make the interval as narrow as wanted.")
+]
+Confidence = Annotated[str, typer.Option(metavar="SHARE", help="Confidence of the interval of the result.")]
+Within = Annotated[
+    str,
+    typer.Option(
+        metavar="SHARE",
+        help="Wanted distance of each end of the interval from the result. Samples are added until it is reached, or "
+        "120,000 requests are simulated for each replica.",
     ),
 ]
 TunedReplicas = Annotated[
@@ -322,9 +345,17 @@ RayAddress = Annotated[
     str | None,
     typer.Option("--ray", metavar="ADDRESS", help="Simulate on a Ray cluster: host:port, auto or local."),
 ]
-Tolerance = Annotated[float, typer.Option(help="The search ends when its lower and upper bound differ by this share.")]
 PricePerHour = Annotated[
     float | None, typer.Option(help="Price of one replica per hour, to compute the price of tokens.")
+]
+PricesPerHour = Annotated[
+    str | None,
+    typer.Option(
+        "--price-per-hour",
+        metavar="PRICES",
+        help="Price of one replica per hour, to compute the price of tokens; with several devices, one price for each, "
+        "like 2.5,0.8.",
+    ),
 ]
 AsJsonObject = Annotated[bool, typer.Option("--json", help="Print one line with one JSON object.")]
 HtmlFile = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.")]
@@ -382,10 +413,12 @@ SIMULATE_HELP: Panels = {
         "replicas",
         "ttft_target",
         "itl_target",
+        "itl_of",
         "scenario",
     ),
     "What arrives": (
         "limit",
+        "start",
         "requests",
         "users",
         "sessions",
@@ -403,6 +436,7 @@ CAPACITY_HELP: Panels = {
     "Main options": (
         "ttft_target",
         "itl_target",
+        "itl_of",
         "share",
         "trace",
         "arrivals",
@@ -412,15 +446,16 @@ CAPACITY_HELP: Panels = {
         "device",
         "replicas",
     ),
-    "The search": ("requests_per_second", "requests", "tolerance"),
-    "What arrives": ("users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
-    "Output": ("as_json", "list_names"),
+    "The search": ("requests_per_second", "requests", "samples", "confidence", "within", "workers"),
+    "What arrives": ("start", "users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
+    "Output": ("as_json", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,
 }
 TUNE_HELP: Panels = {
     "Main options": (
         "ttft_p99",
         "itl_p99",
+        "itl_of",
         "e2e_p99",
         "trace",
         "rate",
@@ -432,7 +467,7 @@ TUNE_HELP: Panels = {
         "replicas",
     ),
     "The search": ("trials", "requests", "seed", "workers", "ray"),
-    "What arrives": ("limit",),
+    "What arrives": ("limit", "start"),
     "Output": ("as_json", "list_names"),
     **_SERVICE_PANELS,
 }

@@ -11,20 +11,23 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
+from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range
+from pointsman.cli.capacity_text import ITL_FIGURES, targets_text, time_text
 from pointsman.cli.command_lines import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_NOTHING, EXIT_OK, CommandError, missing_library
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
-from pointsman.cli.simulation import Arriving, Service, seconds, service_of_options, workload_of_options
+from pointsman.cli.simulation import Arriving, Service, service_of_options, targets_of_options, workload_of_options
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
+from pointsman.sim.crossing import digits_text
 from pointsman.sim.hull import warn_outside
+from pointsman.sim.report.intervals import Estimate
 from pointsman.sim.report.summary import Targets
-from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
-from pointsman.sim.trial import Judge, Score
+from pointsman.sim.stretches import MIN_REQUESTS, Parts, Stretches, split
+from pointsman.sim.trial import Score, itl_p99
 from pointsman.sim.tunables import NAMES, REPLICAS, Space
-from pointsman.sim.tune import MIN_GAIN, Judged, Search, Trial, Tuning
+from pointsman.sim.tune import MIN_GAIN, P99, Judged, Search, Trial, Tuning
 from pointsman.sim.tune import tune as search_settings
 from pointsman.sim.vllm_defaults import VLLM_VERSION
 from pointsman.sim.workers import available_cores, workers
@@ -34,7 +37,6 @@ PRESET = "vllm"
 line for vLLM, if vLLM has the settings."""
 _SMALL = 20_000
 """Number of simulated requests below which starting worker processes takes more time than they save."""
-_ENOUGH = 0.99
 _MAX_ROWS = 12
 _MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "replicas"}
 """Settings with their own column in the table, and the column's title."""
@@ -60,7 +62,8 @@ def run_tune(
     """Search for the best settings, and print the result.
 
     Returns:
-        The exit code: 0, 3 if nothing meets the targets, or 130 after Ctrl-C, which prints the best settings so far.
+        The exit code: 0, 3 if the recommended settings miss the targets at the 99th percentile,
+        or 130 after Ctrl-C, which prints the best settings so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
@@ -70,7 +73,7 @@ def run_tune(
     except ModuleNotFoundError:
         raise CommandError(missing_library("tune", "optuna", "sim")) from None
     low, high = replica_range(replicas, options)
-    targets = Targets(*(seconds(name, options.get(name)) for name in ("ttft_p99", "itl_p99", "e2e_p99")))
+    targets = targets_of_options(options, "ttft_p99", "itl_p99", "e2e_p99")
     speed = options.get("rate", 1.0)
     if not 0 < speed < math.inf:
         raise CommandError(f"--rate is {speed}; it must be above 0, like 2 for twice the speed")
@@ -107,7 +110,8 @@ def run_tune(
         report.print_result(found)
     if not found.is_complete:
         return EXIT_INTERRUPTED
-    return EXIT_NOTHING if found.meets_nothing else EXIT_OK
+    is_met = not found.meets_nothing and found.recommended is not None and found.recommended.meets_p99
+    return EXIT_OK if is_met else EXIT_NOTHING
 
 
 class _Tuned:
@@ -146,17 +150,7 @@ class _Tuned:
             bar.update(num_tried, best)
 
         seed = self._options.get("seed", 0)
-        service, profile = self._service, self._service.profile
-        judge = Judge(
-            stretches=(*self.parts.train, *self.parts.held_out),
-            step_time=service.step_time if profile is None else profile.bounded(profile.step_time),
-            targets=self._targets,
-            routing=self._service.routing,
-            seed=seed,
-            host_memory=self._service.host_memory,
-            features=self._service.features,
-            topology=self._service.topology,
-        )
+        judge = self._service.judge(Stretches((*self.parts.train, *self.parts.held_out)), self._targets, seed)
         search = Search(
             space=space,
             parts=self.parts,
@@ -212,21 +206,36 @@ class _Tuned:
                 f"p99 of any is {time_text(fastest)}, the shortest longest gap p99 {time_text(gap)}: set longer "
                 "targets, or take a lower rate, more replicas or a faster device."
             ]
-        mine, theirs = found.judged.goodput, found.judged_defaults.goodput
+        mine, theirs = _goodput_text(found.judged), _goodput_text(found.judged_defaults)
+        missed = self._missed_lines(found)
         if not found.is_gain:
-            best = "they are the best" if found.chosen is found.defaults else f"the best found has {_rate_text(mine)}"
+            best = "they are the best" if found.chosen is found.defaults else f"the best found has {mine}"
             return [
-                f"No gain: {defaults} have a goodput of {_rate_text(theirs)} on the held-out part, and {best}; a gain "
-                f"below {100 * MIN_GAIN:.0f} % does not count."
+                f"No gain: {defaults} have a goodput of {theirs} on the held-out part, and {best}; a gain below "
+                f"{100 * MIN_GAIN:.0f} %, or with an interval that contains 0, does not count.",
+                *missed,
             ]
         gain = found.gain
         assert gain is not None
         if math.isinf(gain):
-            return [f"Gain: a goodput of {_rate_text(mine)} on the held-out part, where {defaults} have none."]
-        more = f"{100 * gain:.1f} % more than" if gain < 1 else f"{1 + gain:.1f} times"
+            return [f"Gain: a goodput of {mine} on the held-out part, where {defaults} have none.", *missed]
         return [
-            f"Gain: a goodput of {_rate_text(mine)} on the held-out part, {more} the {_rate_text(theirs)} of "
-            f"{defaults}."
+            f"Gain: a goodput of {mine} on the held-out part, {_gain_text(gain, found.gain_interval)} the {theirs} of "
+            f"{defaults}.",
+            *missed,
+        ]
+
+    def _missed_lines(self, found: Tuning) -> list[str]:
+        """Whether the recommended settings miss the targets at the 99th percentile."""
+        best = found.recommended
+        if best is None or best.meets_p99:
+            return []
+        figures = best.held_out
+        return [
+            f"The targets are missed: {100 * figures.share:.1f} % are within them with these settings, not "
+            f"{100 * P99:.0f} % (TTFT p99 {time_text(figures.ttft_p99)}, {ITL_FIGURES[self._targets.itl_of]} "
+            f"{time_text(itl_p99(figures, self._targets))}). Take a lower rate, more replicas or a faster device; "
+            "pointsman capacity finds the rate that meets them."
         ]
 
     def notes(self, found: Tuning) -> list[str]:
@@ -241,11 +250,6 @@ class _Tuned:
         if judged is not None and judged.held_out.num_refused:
             refused = judged.held_out
             notes.append(f"{refused.num_refused:,} of {refused.num_requests:,} held-out requests can never run.")
-        if judged is not None and REPLICAS in judged.trial.settings and judged.held_out.share < _ENOUGH:
-            notes.append(
-                f"Only {100 * judged.held_out.share:.1f} % of the requests are in time there: a replica may do most "
-                "when it is overloaded. pointsman capacity --replicas finds how many serve all of them."
-            )
         if self._arriving.about_left_out:
             notes.append(self._arriving.about_left_out)
         return notes
@@ -369,6 +373,8 @@ class _Tuned:
             "answer": " ".join(self.result_lines(found)),
             "is_gain": found.is_gain,
             "gain": gain if gain is not None and math.isfinite(gain) else None,
+            "gain_interval": asdict(found.gain_interval),
+            "meets_p99": recommended is not None and recommended.meets_p99,
             "defaults_of": self._service.settings_of,
             "defaults": _trial_as_json(found.defaults, found.judged_defaults),
             "chosen": _trial_as_json(found.chosen, found.judged),
@@ -395,6 +401,7 @@ def _trial_as_json(trial: Trial | None, judged: Judged | None = None) -> dict[st
     }
     if judged is not None:
         found["held_out"] = {**asdict(judged.held_out), "goodput_per_replica": judged.goodput}
+        found["goodput_interval"] = asdict(judged.interval)
     return found
 
 
@@ -425,6 +432,25 @@ def _setting_text(value: object) -> str:
 
 def _time_texts(figures: Score) -> Sequence[str]:
     return tuple(time_text(value) for value in (figures.ttft_p99, figures.itl_p99, figures.longest_gap_p99))
+
+
+def _goodput_text(judged: Judged) -> str:
+    """The goodput on the held-out part, with its 95 % interval if it has one."""
+    low, high = judged.interval.low, judged.interval.high
+    if low is None or high is None:
+        return _rate_text(judged.goodput)
+    value, *ends = digits_text(judged.goodput, low, high)
+    return f"{value}/s (95 %: {' to '.join(ends)})"
+
+
+def _gain_text(gain: float, interval: Estimate) -> str:
+    """The gain as text, with its 95 % interval if it has one."""
+    if gain >= 1:
+        return f"{1 + gain:.1f} times"
+    if interval.low is None or interval.high is None:
+        return f"{100 * gain:.1f} % more than"
+    value, *ends = digits_text(100 * gain, 100 * interval.low, 100 * interval.high)
+    return f"{value} % (95 %: {' to '.join(ends)}) more than"
 
 
 def _rate_text(value: float) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pointsman.sim.distributions import WorkloadError
 from pointsman.sim.request import SimRequest
+from pointsman.sim.trial import Drawn, Part
 from pointsman.sim.workload import Arrival
 
 MIN_REQUESTS = 10
@@ -19,6 +20,10 @@ _WANTED = 500
 """Minimum number of requests of a stretch if a part has several stretches. A part has at most `_MAX_STRETCHES`
 stretches."""
 _MAX_STRETCHES = 3
+NUM_BLOCKS = 20
+"""Maximum number of blocks of consecutive requests of a stretch, from which intervals are computed."""
+_BLOCK = 10
+"""Minimum number of requests of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,18 @@ class Stretch:
 
     def on_finished(self, request: SimRequest, now: float) -> None:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """The source of a search whose part number i is stretch i. All requests count."""
+
+    stretches: tuple[Stretch, ...]
+
+    def draw(self, part: Part, load: float) -> Drawn:
+        stretch = self.stretches[part.number]
+        num_blocks = max(1, min(NUM_BLOCKS, stretch.num_requests // _BLOCK))
+        return Drawn(stretch, num_blocks=num_blocks, seconds=stretch.seconds)
 
 
 @dataclass(frozen=True, slots=True)

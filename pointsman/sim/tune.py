@@ -23,18 +23,24 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.policy.registry import check_policies
 from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.hull import SeenLoads
+from pointsman.sim.report.intervals import NONE, Draws, Estimate
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import Parts
-from pointsman.sim.trial import Job, Sample, Score, combine_samples, target_margin
+from pointsman.sim.trial import Job, Part, Sample, Score, combine_samples, resample_goodputs, target_margin
 from pointsman.sim.tunables import DESIGN, REPLICAS, Point, Space
 from pointsman.sim.workers import Runner
 
 MIN_GAIN = 0.03
 """Minimum relative gain over the defaults, on the held-out part, that counts."""
+P99 = 0.99
+"""Share of the requests, and of the gaps with a target on the pooled ITL, that targets on the 99th percentile mean."""
+_NUM_RESAMPLES = 2000
 NUM_TRIALS = 48
 _BATCH = 8
 """Number of points that Optuna proposes before it gets their results. Another number changes the result of a seed;
@@ -76,11 +82,19 @@ class Judged:
 
     trial: Trial
     held_out: Score
+    interval: Estimate = NONE
+    """`goodput` with its 95 % interval, from a bootstrap over blocks of consecutive requests; no ends: too few of
+    them."""
 
     @property
     def goodput(self) -> float:
         """Goodput on the held-out part, for each replica."""
         return self.held_out.goodput / self.trial.num_replicas
+
+    @property
+    def meets_p99(self) -> bool:
+        """Whether all targets are met for 99 % of the requests, and of the gaps with a target on the pooled ITL."""
+        return self.held_out.share >= P99
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +110,8 @@ class Tuning:
     judged_defaults: Judged | None = None
     judged: Judged | None = None
     """The chosen trial with its score on the held-out part; None: not judged yet."""
+    gain_interval: Estimate = NONE
+    """`gain` with its 95 % interval; the resamples have the same requests for both trials."""
     neighbours: list[tuple[str, Trial]] = field(default_factory=list)
     """(setting, trial) of the trials that differ from the chosen one in one setting, by one value in its list."""
     not_searched: list[str] = field(default_factory=list)
@@ -117,8 +133,9 @@ class Tuning:
 
     @property
     def is_gain(self) -> bool:
-        """Whether the chosen trial is worth a change."""
-        return self.gain is not None and self.gain > MIN_GAIN
+        """Whether the chosen trial is worth a change: the gain is above `MIN_GAIN`, and its interval above 0."""
+        low = self.gain_interval.low
+        return self.gain is not None and self.gain > MIN_GAIN and (low is None or low > 0)
 
     @property
     def recommended(self) -> Judged | None:
@@ -302,7 +319,7 @@ class _Tuner:
         defaults, chosen = self.found.defaults, self.found.chosen
         assert defaults is not None and chosen is not None
         first = len(self._search.parts.train)
-        stretches = range(first, first + len(self._search.parts.held_out))
+        stretches = [Part(first + number) for number in range(len(self._search.parts.held_out))]
         trials = [chosen] if chosen is defaults else [chosen, defaults]
         jobs = [
             Job(trial.config, trial.num_replicas, stretch, is_watched=trial is chosen)
@@ -311,11 +328,21 @@ class _Tuner:
         ]
         samples = list(self._runner.run(jobs))
         size = len(stretches)
-        judged = [
-            Judged(trial, combine_samples(samples[at : at + size]))
-            for trial, at in zip(trials, range(0, len(samples), size), strict=True)
-        ]
+        draws = Draws(sum(len(sample.arrived) for sample in samples[:size]), _NUM_RESAMPLES, self._search.seed)
+        judged, resampled = [], []
+        for trial, at in zip(trials, range(0, len(samples), size), strict=True):
+            mine = samples[at : at + size]
+            score, goodputs = combine_samples(mine), resample_goodputs(mine, draws) / trial.num_replicas
+            goodput = score.goodput / trial.num_replicas
+            judged.append(Judged(trial, score, draws.interval(goodput, goodputs, 0.0, math.inf)))
+            resampled.append(goodputs)
         self.found.judged, self.found.judged_defaults = judged[0], judged[-1]
+        gain = self.found.gain
+        if gain is not None and math.isfinite(gain):
+            gains = np.divide(
+                resampled[0], resampled[-1], out=np.full(len(resampled[0]), np.nan), where=resampled[-1] > 0
+            )
+            self.found.gain_interval = draws.interval(gain, gains - 1, -1.0, math.inf)
         self.found.seen = SeenLoads()
         for sample in samples[:size]:
             if sample.seen is not None:
@@ -338,7 +365,7 @@ class _Tuner:
                 self._trials[point] = None
         fresh = list(configs)
         others = range(1, len(self._search.parts.train))
-        jobs = [Job(configs[point], self._space.num_replicas(point), 0) for point in fresh]
+        jobs = [Job(configs[point], self._space.num_replicas(point), Part(0)) for point in fresh]
         samples: dict[Point, list[Sample]] = {}
         for point, sample in zip(fresh, self._runner.run(jobs), strict=True):
             samples[point] = [sample]
@@ -348,7 +375,9 @@ class _Tuner:
         min_score = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
         hopeful = [point for point in fresh if first[point] >= min_score]
         jobs = [
-            Job(configs[point], self._space.num_replicas(point), stretch) for point in hopeful for stretch in others
+            Job(configs[point], self._space.num_replicas(point), Part(stretch))
+            for point in hopeful
+            for stretch in others
         ]
         results = self._runner.run(jobs)
         for point in fresh:
@@ -387,14 +416,22 @@ class _Tuner:
         best = self._best_point()
         return self._score(best) * _train_value(trial) / (self._first[best] + _TIE) if self._first[best] else 0.0
 
+    def _train_share(self, point: Point) -> float:
+        trial = self._trials[point]
+        return 0.0 if trial is None else trial.train.share
+
     def _best_point(self) -> Point:
         return max(self._trials, key=self._score)
 
     def _choose_point(self) -> Point:
         """Of the points that count as equal to the best: one with the fewest changes, and of several such points the
-        one with the largest margin to the targets."""
-        min_score = _AS_GOOD * self._score(self._best_point())
-        as_good = [point for point in self._trials if self._score(point) >= min_score]
+        one with the largest margin to the targets. If the best point meets the targets for 99 % of the requests, so do
+        the points that count as equal."""
+        best = self._best_point()
+        min_score, min_share = _AS_GOOD * self._score(best), min(P99, self._train_share(best))
+        as_good = [
+            point for point in self._trials if self._score(point) >= min_score and self._train_share(point) >= min_share
+        ]
         changes = {point: len(self._space.changed_settings(point)) for point in as_good}
         fewest = min(changes.values())
 

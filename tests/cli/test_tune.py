@@ -21,7 +21,7 @@ from tests.sim.observed_logs import observed_lines, write_observed
 
 Run = Callable[..., Finished]
 SMALL = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10)
-TIGHT = ("--ttft-p99", "1s", "--itl-p99", "30ms")
+TIGHT = ("--ttft-p99", "1s", "--itl-p99", "30ms", "--itl-of", "gap")
 """Targets that the default token budget misses: a full step takes 0.2 s."""
 
 
@@ -61,7 +61,7 @@ def test_tune_json_has_commands_with_the_found_settings(pointsman: Run) -> None:
     assert finished.code == 0, finished.err
     (found,) = finished.json_lines
     assert found["is_complete"] is True and found["is_gain"] is True
-    assert found["targets"] == {"ttft": 1.0, "itl": 0.03, "e2e": None}
+    assert found["targets"] == {"ttft": 1.0, "itl": 0.03, "e2e": None, "itl_of": "gap"}
     assert found["defaults"]["settings"]["max_num_batched_tokens"] == 8192
     assert found["defaults"]["settings"]["max_num_seqs"] == 1024
     settings = found["recommended"]

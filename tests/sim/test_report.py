@@ -32,7 +32,7 @@ from pointsman.sim.report.intervals import (
 )
 from pointsman.sim.report.page import STYLE, write_html
 from pointsman.sim.report.perfetto import write_trace
-from pointsman.sim.report.summary import _gap_blocks
+from pointsman.sim.report.summary import gap_blocks
 from pointsman.sim.report.table import print_report
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import LinearStepTime
@@ -275,7 +275,7 @@ def test_bootstrap_blocks_contain_gaps_of_nearby_times(name: str, request: pytes
     outcome: Outcome = request.getfixturevalue(name)
     values, counts = outcome.timings.gaps()
     runs = courses(outcome)
-    blocks = _gap_blocks(runs, len(values), 10)
+    blocks = gap_blocks(runs, len(values), 10)
     assert len(blocks) == len(values)
     shares = np.bincount(blocks, counts, 10) / counts.sum()
     assert shares.min() > 0.05

@@ -15,8 +15,8 @@ from pointsman.sim.errors import ModelTooLarge, SimulationError
 from pointsman.sim.report.summary import Targets, figures
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
-from pointsman.sim.stretches import Parts, split
-from pointsman.sim.trial import Job, Judge, combine_samples
+from pointsman.sim.stretches import Parts, Stretches, split
+from pointsman.sim.trial import Job, Judge, Part, combine_samples
 from pointsman.sim.tunables import HAVE_KNOBS, REPLICAS, Space, tunables
 from pointsman.sim.tune import Judged, Search, Tuning, tune
 from pointsman.sim.vllm_defaults import vllm_defaults
@@ -28,7 +28,7 @@ BASE = SchedulerConfig.preset(
 )
 STEP_TIME = LinearStepTime(per_step=5e-3, per_token=5e-5)
 """A step of 512 tokens takes 31 ms, one of 768 tokens 43 ms, and one of the default budget 0.2 s."""
-TARGETS = Targets(ttft=2.0, itl=0.04)
+TARGETS = Targets(ttft=2.0, itl=0.04, itl_of="gap")
 
 
 def parts(rate: float = 10, count: int = 30, prompt: int = 800, output: int = 20, seed: int = 3) -> Parts:
@@ -48,7 +48,7 @@ def searched(
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Tuning:
-    judge = Judge(stretches=(*requests.train, *requests.held_out), step_time=STEP_TIME, targets=targets)
+    judge = Judge(source=Stretches((*requests.train, *requests.held_out)), step_times=(STEP_TIME,), targets=targets)
     search = Search(
         space=Space(base, replicas=replicas, fixed=fixed),
         parts=requests,
@@ -94,7 +94,9 @@ def test_judged_figures_equal_a_simulation_of_the_held_out_part(tuning: Tuning) 
     assert tuning.judged is not None
     (stretch,) = parts().held_out
     outcome = simulate(stretch, tuning.judged.trial.config, STEP_TIME)
-    report = figures(outcome, tuning.judged.trial.config, ttft_target=2.0, itl_target=0.04, num_bootstrap=0)
+    report = figures(
+        outcome, tuning.judged.trial.config, ttft_target=2.0, itl_target=0.04, itl_of="gap", num_bootstrap=0
+    )
     found = tuning.judged.held_out
     assert report.goodput is not None and found.share == report.goodput.share.value
     assert found.goodput == pytest.approx(found.share * stretch.num_requests / stretch.seconds)
@@ -204,7 +206,7 @@ def test_an_interrupted_search_keeps_its_results() -> None:
 
 
 def test_search_arguments_out_of_range_are_refused() -> None:
-    judge = Judge(stretches=parts().train, step_time=STEP_TIME, targets=TARGETS)
+    judge = Judge(source=Stretches(parts().train), step_times=(STEP_TIME,), targets=TARGETS)
     with pytest.raises(SimulationError, match="number of workers is 0"):
         workers(judge, 0)
     with pytest.raises(SimulationError, match="number of trials is 0"):
@@ -283,9 +285,9 @@ def test_split_refuses_too_few_or_simultaneous_requests() -> None:
 
 def test_requests_without_tokens_score_lower_than_late_ones() -> None:
     requests = parts(count=20)
-    judge = Judge(stretches=requests.train, step_time=STEP_TIME, targets=Targets(ttft=0.001))
-    late = combine_samples([judge.measure(Job(BASE, 1, 0))])
-    refused = combine_samples([judge.measure(Job(BASE.replace(max_model_len=100), 1, 0))])
+    judge = Judge(source=Stretches(requests.train), step_times=(STEP_TIME,), targets=Targets(ttft=0.001))
+    late = combine_samples([judge.measure(Job(BASE, 1, Part(0)))])
+    refused = combine_samples([judge.measure(Job(BASE.replace(max_model_len=100), 1, Part(0)))])
     assert late.share == refused.share == 0
     assert late.closeness > refused.closeness == 0
     assert (refused.num_refused, refused.ttft_p99, refused.itl_p99) == (20, None, None)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,9 @@ MIN_BLOCKS = 10
 MIN_BEYOND = 5
 """Minimum number of values beyond a percentile for an interval: fewer values do not show their spread."""
 _Z = 1.959964  # 97.5 % of a normal distribution lie below
-_STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same of Student's t, by degrees of freedom
+_MANY = 200
+"""Degrees of freedom above which Student's t is computed from the normal distribution (Abramowitz and Stegun,
+26.7.8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +138,23 @@ def estimate_distribution(
     return Distribution(total, mean, p50, p90, p95, p99, Estimate(highest))
 
 
-def estimate_share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Estimate:
-    """The share of requests whose flag is True."""
+def estimate_share(
+    flags: npt.NDArray[np.bool_], counts: Int64Array | None, blocks: Int64Array, draws: Draws
+) -> Estimate:
+    """The share of values whose flag is True; the values occur `counts` times each (None: once).
+
+    Args:
+        blocks: the block number of each value.
+    """
     if not len(flags):
         return NONE
-    value = float(flags.mean())
+    weights = np.ones(len(flags)) if counts is None else counts.astype(np.float64)
+    value = float(weights[flags].sum() / weights.sum())
     if not draws.num_resamples:
         return Estimate(value)
-    good = draws.times @ np.bincount(blocks, flags, draws.num_blocks)
-    every = draws.times @ np.bincount(blocks, minlength=draws.num_blocks)
-    return draws.interval(value, good / every, 0.0, 1.0)
+    good = draws.times @ np.bincount(blocks, weights * flags, draws.num_blocks)
+    every = draws.times @ np.bincount(blocks, weights, draws.num_blocks)
+    return draws.interval(value, _divide_or_nan(good, every), 0.0, 1.0)
 
 
 def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
@@ -161,17 +172,45 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(mean, max(0.0, mean - half), mean + half)
 
 
-def student_t_percentile(degrees_of_freedom: int) -> float:
-    """The 97.5th percentile of Student's t distribution (Cornish-Fisher; within 0.1 %)."""
-    if degrees_of_freedom in _STUDENT:
-        return _STUDENT[degrees_of_freedom]
-    z, z3, z5, z7 = _Z, _Z**3, _Z**5, _Z**7
-    return (
-        z
-        + (z3 + z) / (4 * degrees_of_freedom)
-        + (5 * z5 + 16 * z3 + 3 * z) / (96 * degrees_of_freedom**2)
-        + (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * degrees_of_freedom**3)
-    )
+@cache
+def student_t_percentile(degrees_of_freedom: int, share: float = 0.975) -> float:
+    """The percentile of Student's t distribution below which `share` of it lies; `share` is at least 0.5.
+
+    The distribution function of whole degrees of freedom is a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4);
+    bisection inverts it.
+    """
+    degrees = degrees_of_freedom
+    low, high = 0.0, 1.0
+    while _student_share(degrees, high) < share:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if _student_share(degrees, middle) < share:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _student_share(degrees: int, t: float) -> float:
+    """The share of Student's t distribution below `t`, which is at least 0."""
+    if degrees > _MANY:
+        return NormalDist().cdf(t * (1 - 1 / (4 * degrees)) / math.sqrt(1 + t * t / (2 * degrees)))
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine = math.cos(angle)
+    if degrees % 2:
+        term, total = cosine, cosine if degrees > 1 else 0.0
+        for odd in range(3, degrees - 1, 2):
+            term *= cosine * cosine * (odd - 1) / odd
+            total += term
+        middle = 2 / math.pi * (angle + math.sin(angle) * total)
+    else:
+        term = total = 1.0
+        for even in range(2, degrees - 1, 2):
+            term *= cosine * cosine * (even - 1) / even
+            total += term
+        middle = math.sin(angle) * total
+    return (1 + middle) / 2
 
 
 def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float]) -> FloatArray:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from pointsman.sim.report.intervals import Distribution, Estimate
-from pointsman.sim.report.summary import Counts, Report
+from pointsman.sim.report.summary import Counts, Goodput, ItlOf, Report, Targets
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 NOTHING = "-"
@@ -60,11 +62,7 @@ def facts(report: Report) -> list[Fact]:
         ),
     ]
     if report.goodput is not None:
-        targets = report.targets
-        given = {"TTFT": targets.ttft, "every ITL": targets.itl, "end-to-end": targets.e2e}
-        limits = ", ".join(f"{name} ≤ {format_duration(limit)}" for name, limit in given.items() if limit is not None)
-        share, rate = _format_percent(report.goodput.share), _format_value(report.goodput.requests_per_second)
-        found.append(Fact("goodput", f"{share} of requests, {rate} requests/s, within {limits}"))
+        found += _goodput_facts(report.goodput, report.targets)
     found += [
         Fact(
             "KV use",
@@ -96,6 +94,28 @@ def facts(report: Report) -> list[Fact]:
             Fact("price", f"{_format_value(report.price_per_million_output_tokens)} per million output tokens")
         )
     return found
+
+
+def _goodput_facts(goodput: Goodput, targets: Targets) -> list[Fact]:
+    found = []
+    of_requests = targets if targets.pooled_itl is None else replace(targets, itl=None)
+    if of_requests:
+        share, rate = _format_percent(goodput.share), _format_value(goodput.requests_per_second)
+        found.append(Fact("goodput", f"{share} of requests, {rate} requests/s, within {limits_text(of_requests)}"))
+    if targets.pooled_itl is not None:
+        share, limit = _format_percent(goodput.gaps_share), format_duration(targets.pooled_itl)
+        found.append(Fact("ITL target", f"{share} of the gaps of all requests within {limit}"))
+    return found
+
+
+ITL_NAMES: Mapping[ItlOf, str] = {"pooled": "pooled ITL", "request": "TPOT", "gap": "every gap"}
+"""Names of the figure that a target on the ITL holds for."""
+
+
+def limits_text(targets: Targets) -> str:
+    """The given targets as text, such as "TTFT ≤ 2 s, pooled ITL ≤ 50 ms"."""
+    given = {"TTFT": targets.ttft, ITL_NAMES[targets.itl_of]: targets.itl, "end-to-end": targets.e2e}
+    return ", ".join(f"{name} ≤ {format_duration(limit)}" for name, limit in given.items() if limit is not None)
 
 
 def format_number(value: float | None) -> str:

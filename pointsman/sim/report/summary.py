@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +47,8 @@ DEFINITIONS = {
     "ITL": "inter-token latency, one value per gap: each time between two tokens of a request, all requests pooled",
     "end-to-end": "from the arrival of a finished request to its last token",
     "queue time": "from the arrival of a request to its first admission",
-    "goodput": "requests that finished and met every target, as a share of all that arrived; a target on ITL holds for "
-    "every gap of the request",
+    "goodput": "requests that finished and met every target, as a share of all that arrived; a target on the pooled "
+    "ITL is a target of no single request, so the share of gaps within it stands beside",
     "output tokens": "generated, of unfinished requests too; tokens recomputed after a preemption count once",
     "all tokens": "generated, and the prompts of requests that have a first token, cached prompt tokens included",
     "over time": "weighted by time, from the first arrival to the last event, idle time included",
@@ -76,6 +76,16 @@ class Counts:
     """Number of blocks copied to host memory ("offloaded") and back ("restored"); empty without host memory."""
 
 
+ItlOf = Literal["pooled", "request", "gap"]
+"""What a target on the ITL holds for:
+
+    pooled    the gaps of all requests together, as the P99 ITL that `vllm bench serve` prints
+    request   the mean gap of each request (TPOT), as `vllm bench serve --goodput tpot:...`
+    gap       every gap of each request, the longest included
+"""
+ITL_OF: tuple[ItlOf, ...] = ("pooled", "request", "gap")
+
+
 @dataclass(frozen=True, slots=True)
 class Targets:
     """Latency targets in seconds; None: no target."""
@@ -83,17 +93,25 @@ class Targets:
     ttft: float | None = None
     itl: float | None = None
     e2e: float | None = None
+    itl_of: ItlOf = "pooled"
 
     def __bool__(self) -> bool:
         return (self.ttft, self.itl, self.e2e) != (None, None, None)
 
+    @property
+    def pooled_itl(self) -> float | None:
+        """The target on the gaps of all requests together; None: there is none."""
+        return self.itl if self.itl_of == "pooled" else None
+
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The requests that met all targets."""
+    """The requests that met all targets of their own, and the gaps that met a target on the pooled ITL."""
 
     share: Estimate
     requests_per_second: Estimate
+    gaps_share: Estimate = NONE
+    """Share of the gaps of all requests within `Targets.pooled_itl`; no value: there is no such target, or no gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +193,7 @@ def figures(
     ttft_target: float | None = None,
     itl_target: float | None = None,
     e2e_target: float | None = None,
+    itl_of: ItlOf = "pooled",
     price_per_hour: float | None = None,
     num_bootstrap: int = NUM_BOOTSTRAP,
     seed: int = 0,
@@ -184,7 +203,8 @@ def figures(
 
     Args:
         config: configuration of each replica's scheduler.
-        ttft_target, itl_target, e2e_target: targets in seconds, for the goodput; `itl_target` holds for every gap.
+        ttft_target, itl_target, e2e_target: targets in seconds, for the goodput.
+        itl_of: what `itl_target` holds for.
         price_per_hour: price of one replica.
         num_bootstrap: number of resamples for the intervals; 0: no intervals.
         seed: seed of the resamples.
@@ -202,7 +222,6 @@ def figures(
 
     draws = Draws(choose_num_blocks(count), num_bootstrap, seed)
     blocks = consecutive_blocks(count, draws.num_blocks)
-    later = np.maximum(num_output - 1, 1)
     gaps, gap_counts = timings.gaps()
     runs = courses(outcome)
     load = _over_time(outcome, runs)
@@ -213,7 +232,8 @@ def figures(
     counts = _counts(outcome, timings, stats, is_finished, is_refused)
     seconds = outcome.seconds
     prompts = int(timings.num_prompt_tokens[:count][~np.isnan(first)].sum())
-    targets = Targets(ttft_target, itl_target, e2e_target)
+    targets = Targets(ttft_target, itl_target, e2e_target, itl_of)
+    of_gaps = gap_blocks(runs, len(gaps), draws.num_blocks)
     steps = _concatenate([run.num_steps for run in runs])
     rows, tokens = _concatenate([run.num_rows for run in runs]), _concatenate([run.num_tokens for run in runs])
     num_steps, num_tokens = int(steps.sum()), int(tokens.sum())
@@ -229,12 +249,12 @@ def figures(
         output_tokens_per_second=_ratio(counts.generated_tokens, seconds),
         total_tokens_per_second=_ratio(counts.generated_tokens + prompts, seconds),
         ttft=of_requests(first - arrival),
-        tpot=of_requests(np.where(is_finished & (num_output > 1), (last - first) / later, np.nan)),
-        itl=estimate_distribution(gaps, gap_counts, _gap_blocks(runs, len(gaps), draws.num_blocks), draws),
+        tpot=of_requests(np.where(is_finished & (num_output > 1), mean_gaps(timings), np.nan)),
+        itl=estimate_distribution(gaps, gap_counts, of_gaps, draws),
         e2e=of_requests(np.where(is_finished, last - arrival, np.nan)),
         queue=of_requests(scheduled - arrival),
         targets=targets,
-        goodput=_goodput(timings, targets, blocks, draws, seconds) if targets else None,
+        goodput=_goodput(timings, targets, blocks, of_gaps, draws, seconds) if targets else None,
         kv_cache_usage=load.kv_cache_usage,
         running=load.running,
         waiting=load.waiting,
@@ -253,17 +273,29 @@ def figures(
 
 
 def meets_targets(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
-    """Whether each request finished and met every target, as for the goodput, [requests]. `timings` must be closed."""
+    """Whether each request finished and met every target of its own, as for the goodput, [requests]. A target on the
+    pooled ITL is no target of a request. `timings` must be closed."""
     count = timings.count
     arrival, is_good = timings.arrival[:count], _is_finished(timings)
     with np.errstate(invalid="ignore"):  # NaN (has not happened) meets no target
         if targets.ttft is not None:
             is_good &= timings.first_token[:count] - arrival <= targets.ttft
-        if targets.itl is not None:
+        if targets.itl is not None and targets.itl_of == "gap":
             is_good &= timings.max_gap[:count] <= targets.itl
+        if targets.itl is not None and targets.itl_of == "request":
+            is_good &= mean_gaps(timings) <= targets.itl
         if targets.e2e is not None:
             is_good &= timings.last_token[:count] - arrival <= targets.e2e
     return is_good
+
+
+def mean_gaps(timings: Timings) -> FloatArray:
+    """Mean seconds between two tokens of each request (TPOT), [requests]; 0 for a request of one token, NaN for one
+    without tokens. `timings` must be closed."""
+    count = timings.count
+    later = np.maximum(timings.num_output_tokens[:count] - 1, 1)
+    found: FloatArray = (timings.last_token[:count] - timings.first_token[:count]) / later
+    return found
 
 
 def _is_finished(timings: Timings) -> npt.NDArray[np.bool_]:
@@ -345,20 +377,28 @@ def _goodput(
     timings: Timings,
     targets: Targets,
     blocks: Int64Array,
+    of_gaps: Int64Array,
     draws: Draws,
     seconds: float,
 ) -> Goodput:
+    """`blocks`, `of_gaps`: the block number of each request, and of each value of `Timings.gaps`."""
     count = timings.count
     is_good = meets_targets(timings, targets)
-    found = estimate_share(is_good, blocks, draws)
+    found = estimate_share(is_good, None, blocks, draws)
     rate = count / seconds if seconds else math.nan
     return Goodput(
         found,
         Estimate(_scale_or_none(found.value, rate), _scale_or_none(found.low, rate), _scale_or_none(found.high, rate)),
+        NONE if targets.pooled_itl is None else estimate_share(*_within(timings, targets.pooled_itl), of_gaps, draws),
     )
 
 
-def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
+def _within(timings: Timings, limit: float) -> tuple[npt.NDArray[np.bool_], Int64Array]:
+    gaps, counts = timings.gaps()
+    return gaps <= limit, counts
+
+
+def gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
     """The block number of each value of `Timings.gaps`: blocks have about the same number of gaps, in order of time.
 
     `gaps` first has the gaps of single steps and of the first step of each run of decodes, then the gaps of the later
