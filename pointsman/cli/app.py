@@ -37,6 +37,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Plan hardware and settings": {
         "simulate": ("simulator_commands", "Simulate requests on a model and a device."),
         "capacity": ("simulator_commands", "Find the request rate within latency targets."),
+        "frontier": ("simulator_commands", "Draw latencies over the request rate."),
         "tune": ("simulator_commands", "Find the settings with the highest goodput."),
         "calibrate": ("calibrate", "Fit step times to a log of a running engine."),
         "policies": ("simulator_commands", "List the policies and their parameters."),

@@ -1,5 +1,5 @@
-"""The commands that simulate: `simulate`, `capacity`, `tune`; and `policies`, which lists what they try. Their options
-are in `simulator_options.py`; each calls the file of its name.
+"""The commands that simulate: `simulate`, `capacity`, `frontier`, `tune`; and `policies`, which lists what they try.
+Their options are in `simulator_options.py`; each calls the file of its name.
 """
 
 from __future__ import annotations
@@ -117,6 +117,55 @@ def capacity(
         prices=price_per_hour,
         preset=preset,
         as_json=as_json,
+    )
+
+
+@app.command(cls=options.grouped(sim.FRONTIER_HELP))
+@options.takes(sim.ARRIVING, sim.SERVED_BY, sim.SCHEDULER, sim.SPECULATION_AND_ADAPTERS, sim.TARGETS)
+def frontier(
+    variant: sim.Variants = None,
+    replicas: sim.Replicas = 1,
+    percentile: sim.ShownPercentile = "p99",
+    rates: sim.GivenRates = None,
+    samples: sim.NumSamples = 6,
+    requests: sim.SampleRequests = None,
+    confidence: sim.Confidence = "90%",
+    price_per_hour: sim.PricesPerHour = None,
+    workers: sim.Workers = None,
+    preset: sim.SimulatedPreset = None,
+    as_json: sim.AsJsonObject = False,
+    svg: sim.SvgFile = None,
+    html: sim.MovableHtmlFile = None,
+    list_names: sim.ListNames = False,
+    **values: Any,
+) -> int:
+    """Show TTFT and ITL over the request rate, for one or several settings, devices or policies.
+
+    Each curve goes from light load to beyond saturation, with intervals over samples of the workload and over equally
+    plausible step times. Several devices (--device h100,l40s) and each --variant have a curve of their own. Without a
+    target option, the target is a TTFT within 2 s. Ctrl-C prints what is done.
+    """
+    from pointsman.cli.frontier import run_frontier
+    from pointsman.cli.simulation import names
+
+    if list_names:
+        print(names())
+        return EXIT_OK
+    return run_frontier(
+        options.given(values),
+        variants=variant or (),
+        replicas=replicas,
+        preset=preset,
+        percentile=percentile,
+        rates=rates,
+        num_samples=samples,
+        num_requests=requests,
+        confidence=confidence,
+        prices=price_per_hour,
+        num_workers=workers,
+        as_json=as_json,
+        svg=svg,
+        html=html,
     )
 
 

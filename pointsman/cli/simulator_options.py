@@ -103,8 +103,8 @@ SERVED_BY: dict[str, Any] = {
         typer.Option(
             metavar="NAME",
             help="A built-in device (see --list), cpu for this machine, or a description: "
-            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it; for capacity also "
-            "several, like h100,l40s [default: h100].",
+            "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS,watts=575, or a JSON file of it; for capacity and "
+            "frontier also several, like h100,l40s [default: h100].",
         ),
     ],
     "profile": Annotated[
@@ -358,6 +358,31 @@ PricesPerHour = Annotated[
     ),
 ]
 AsJsonObject = Annotated[bool, typer.Option("--json", help="Print one line with one JSON object.")]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant",
+        metavar="NAME=OPTIONS",
+        help="A further curve, with other options of the service, like 'small steps=--max-num-batched-tokens 512' or "
+        "'two GPUs=--tensor-parallel 2'; may be repeated.",
+    ),
+]
+VariantReplicas = Annotated[int | None, typer.Option(help="Replicas of the model.")]
+ShownPercentile = Annotated[
+    str, typer.Option(metavar="NAME", help="Percentile that must be within the targets: p50, p90, p95 or p99.")
+]
+GivenRates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATES", help="Requests a second to simulate, like 1,2,4,8 [default: chosen around the throughput]."
+    ),
+]
+NumSamples = Annotated[int, typer.Option(help="Samples at each rate: of other seeds, or stretches of the trace.")]
+SvgFile = Annotated[str | None, typer.Option("--svg", metavar="FILE", help="Write the charts as a picture.")]
+MovableHtmlFile = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="Write a page on which the targets can be moved."),
+]
 HtmlFile = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.")]
 Seeds = Annotated[
     int,
@@ -449,6 +474,26 @@ CAPACITY_HELP: Panels = {
     "The search": ("requests_per_second", "requests", "samples", "confidence", "within", "workers"),
     "What arrives": ("start", "users", "think", "sessions", "turns", "new_tokens", "retention", "seed"),
     "Output": ("as_json", "price_per_hour", "list_names"),
+    **_SERVICE_PANELS,
+}
+FRONTIER_HELP: Panels = {
+    "Main options": (
+        "ttft_target",
+        "itl_target",
+        "itl_of",
+        "percentile",
+        "variant",
+        "device",
+        "trace",
+        "arrivals",
+        "prompt_tokens",
+        "output_tokens",
+        "model",
+        "replicas",
+    ),
+    "The simulations": ("rates", "samples", "requests", "confidence", "workers"),
+    "What arrives": ("start", "sessions", "turns", "new_tokens", "think", "retention", "seed"),
+    "Output": ("html", "svg", "as_json", "price_per_hour", "list_names"),
     **_SERVICE_PANELS,
 }
 TUNE_HELP: Panels = {

@@ -38,6 +38,7 @@ def assemble(
     scripts: Sequence[str] = (),
     data: Mapping[str, bytes] | None = None,
     connects: bool = False,
+    has_view: bool = True,
 ) -> str:
     """The page made of `page/NAME.html` and `page/NAME.js`.
 
@@ -46,6 +47,7 @@ def assemble(
         scripts: names of further scripts, which run before the page's own.
         data: data to embed, by the id of the HTML element that holds it.
         connects: whether the page's script may send requests to the server that the page came from.
+        has_view: whether the page shows films.
     """
     folder = files("pointsman.web").joinpath("page")
 
@@ -53,7 +55,8 @@ def assemble(
         return folder.joinpath(file).read_text(encoding="utf-8")
 
     style = read("page.css")
-    script = "\n".join([words_script(), *(read(file) for file in (*VIEW, *scripts, f"{name}.js"))])
+    of_films = [words_script(), *map(read, VIEW)] if has_view else ['"use strict";']
+    script = "\n".join([*of_films, *(read(file) for file in (*scripts, f"{name}.js"))])
     connect = "connect-src 'self'; " if connects else ""
     policy = (
         f"default-src 'none'; script-src {_csp_hash(script)}; style-src {_csp_hash(style)} 'unsafe-hashes'; {connect}"
@@ -67,7 +70,7 @@ def assemble(
         "title": html.escape(title),
         "policy": policy,
         "style": style,
-        "view": read("view.html"),
+        "view": read("view.html") if has_view else "",
         "data": carried,
         "script": script,
     }
