@@ -44,7 +44,7 @@ from pointsman.sim.frontier import (
     measure_curve,
 )
 from pointsman.sim.frontier_picture import MAX_CURVES, frontier_svg
-from pointsman.sim.profile import Hull, warn_outside
+from pointsman.sim.hull import SeenLoads, warn_outside
 from pointsman.sim.report.layout import ITL_NAMES, limits_text
 from pointsman.sim.report.summary import ITL_OF, Targets
 from pointsman.sim.workers import available_cores, workers
@@ -110,11 +110,11 @@ class Line:
         """Warnings about rates up to the throughput, at which the loads exceed those of the profile's log."""
         if self.service.profile is None:
             return []
-        hull = Hull()
+        seen = SeenLoads()
         for point in self.curve.points:
-            if point.hull is not None and not point.is_overloaded:
-                hull.add_hull(point.hull)
-        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.service.profile, hull)]
+            if point.seen is not None and not point.is_overloaded:
+                seen.add(point.seen)
+        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.service.profile, seen)]
 
 
 def run_frontier(

@@ -28,7 +28,7 @@ from pointsman.core import SchedulerConfig
 from pointsman.sim.capacity import DENSE_GAP, MAX_REQUESTS, MIN_REQUESTS, SPARSE_GAP
 from pointsman.sim.crossing import Interval, Misses, mix, share_of_odds
 from pointsman.sim.errors import SimulationError
-from pointsman.sim.profile import Hull
+from pointsman.sim.hull import SeenLoads
 from pointsman.sim.report.intervals import consecutive_blocks, student_t_percentile, weighted_percentiles
 from pointsman.sim.report.summary import ItlOf, Targets
 from pointsman.sim.samples import Samples
@@ -93,8 +93,8 @@ class Point:
     """Mean number of requests between arrival and last token, by Little's law."""
     is_overloaded: bool
     """Whether the queue grows without end, so that the latencies rise with the length of the samples."""
-    hull: Hull | None = None
-    """Hull of the loads of the first sample's steps; None: not recorded."""
+    seen: SeenLoads | None = None
+    """Loads of the first sample's steps; None: not recorded."""
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class Sweep:
     num_models: int = 1
     """Number of step times of the judge; the first is the best model, the others are alternatives."""
     is_watched: bool = False
-    """Whether to record the hulls of the loads."""
+    """Whether to record the loads of steps."""
     on_point: Callable[[Point], None] | None = None
     """Function that is called with each result."""
     progress: Callable[[int, int], None] | None = None
@@ -408,7 +408,7 @@ def _make_point(rate: float, samples: Sequence[Sample], others: Sequence[Sample]
         busy=float(np.mean([sample.busy for sample in samples])),
         num_running=float(e2e.sum()) / seconds,
         is_overloaded=_is_overloaded(samples),
-        hull=samples[0].hull,
+        seen=samples[0].seen,
     )
 
 
