@@ -431,7 +431,7 @@ def _device_table(searches: list[_Search]) -> Table:
     costs = [search.cost() for search in searches]
     has_price = any(cost is not None and cost.price_per_million_tokens is not None for cost in costs)
     has_power = any(cost is not None and cost.watts is not None for cost in costs)
-    columns += ["price per M tokens", "prompt", "output"] * has_price + ["W", "kWh per M tokens"] * has_power
+    columns += ["price / M tokens", "prompt", "output"] * has_price + ["W", "kWh / M tokens"] * has_power
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for column in columns:

@@ -60,7 +60,7 @@ def digits_text(value: float, low: float, high: float) -> tuple[str, str, str]:
     if math.isfinite(high):
         half = max((high - low) / 2, 0.0)
     else:
-        half = value if math.isfinite(value) else low if math.isfinite(low) else 1.0
+        half = value if math.isfinite(value) else low if 0 < low < math.inf else 1.0
     if half <= 0:
         half = abs(value) * 0.01
     if half <= 0:

@@ -21,7 +21,7 @@ SMALL = ("--requests", 60, "--samples", 3)
 
 def profile(max_rows: int) -> Profile:
     """A profile of a log with at most this number of requests at a time."""
-    hull = Hull.of_loads([StepLoad(1, 1, 1, 1, 0), StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows)])
+    hull = Hull.of_loads([StepLoad(1, 1, 1, 1, 0), StepLoad(3000, max_rows, 1000 * max_rows, 10**9, max_rows)])
     return Profile(
         step_time=LinearStepTime(per_step=8e-3, per_token=6e-5),
         settings=EngineSettings(num_blocks=3000, max_model_len=10_000, async_scheduling=False),
@@ -129,6 +129,7 @@ def test_capacity_tries_other_limits_of_a_step_if_the_itl_is_missed(pointsman: R
     assert "with --max-num-batched-tokens" not in kept
 
 
+@pytest.mark.long
 def test_a_target_on_every_gap_is_stricter_than_one_on_the_pooled_itl(pointsman: Run) -> None:
     """A long prompt delays one token of each other request, so few gaps are long, but most requests have a long gap."""
     lengths = ("--prompt-tokens", 1500, "--output-tokens", 300, "--requests", 100, "--samples", 4)
@@ -139,25 +140,14 @@ def test_a_target_on_every_gap_is_stricter_than_one_on_the_pooled_itl(pointsman:
 
 
 def test_capacity_compares_devices_with_price_and_power(pointsman: Run) -> None:
-    given = (
-        "--requests",
-        20,
-        "--samples",
-        2,
-        "--ttft-target",
-        "1s",
-        "--device",
-        "h100,l40s",
-        "--price-per-hour",
-        "3,1",
-    )
+    given = (*SMALL, "--ttft-target", "300ms", "--device", "h100,l40s", "--price-per-hour", "3,1")
     finished = pointsman("capacity", *given)
     printed = words(finished)
-    heading = next(line for line in finished.out.splitlines() if "price per M tokens" in line)
-    assert "kWh" in heading
-    rows = finished.out.splitlines()[finished.out.splitlines().index(heading) :]
-    assert [row.split()[0] for row in rows if "requests/s" in row] == ["H100-SXM", "L40S"]
-    assert printed.count("Capacity: ") == 2
+    lines = finished.out.splitlines()
+    heading = next(place for place, line in enumerate(lines) if "kWh" in line and "prompt" in line)
+    rows = [line for line in lines[heading + 1 :] if "requests/s" in line]
+    assert [row.split()[0] for row in rows] == ["H100-SXM", "L40S"]
+    assert "Price at the capacity" in printed
     check_refused(pointsman("capacity", "--device", "h100,l40s", "--price-per-hour", "3"), "1 prices", "2 devices")
 
 
@@ -165,7 +155,7 @@ def test_capacity_uses_stretches_of_the_whole_trace_from_its_start(pointsman: Ru
     rows = [f"2023-11-16 {hour:02}:{minute:02}:00.0,100,10" for hour in range(5) for minute in range(60)]
     trace = tmp_path / "trace.csv"
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    given = ("capacity", "--trace", trace, "--requests", 25, "--samples", 2, "--ttft-target", "1s")
+    given = ("capacity", "--trace", trace, "--requests", 25, "--samples", 2, "--ttft-target", "60ms")
     printed = words(pointsman(*given))
     assert "The trace has 300 requests in 299 min, 0.0167 a second." in printed
     assert "stretches of the trace, 25 requests each" in printed

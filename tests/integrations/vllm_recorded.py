@@ -35,9 +35,7 @@ def check_commands(log: Path, folder: Path, *options: object) -> dict[str, Any]:
     given = ("--trace", log, "--profile", profile, "--json")
     report = last_json(pointsman("simulate", *given))
     assert report["counts"]["finished"] == report["counts"]["arrived"] > 0
-    capacity = last_json(
-        pointsman("capacity", *given, "--ttft-target", "60s", "--itl-target", "20s", "--samples", "2")
-    )
+    capacity = last_json(pointsman("capacity", *given, "--ttft-target", "60s", "--itl-target", "20s", "--samples", "2"))
     assert capacity["loads"], capacity
     return report
 

@@ -299,6 +299,7 @@ def test_equally_plausible_models_have_an_interval_over_all_of_them() -> None:
         ((10, 3, 28), ("10", "3", "28")),
         ((5, 2, math.inf), ("5", "2", "no limit")),
         ((math.inf, 3.5, math.inf), ("no limit", "4", "no limit")),
+        ((math.inf, 0, math.inf), ("no limit", "0", "no limit")),
         ((0, 0, 0), ("0", "0", "0")),
     ],
 )
