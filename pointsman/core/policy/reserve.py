@@ -147,6 +147,8 @@ class Reserves(Gate):
         counting = [reserve for reserve in reserves if type(reserve) is FullSequence and reserve.counts_owed]
         self.counts_owed: FullSequence | None = counting[0] if counting else None
         """The reserve that counts the blocks that partial prefills still need; None: no reserve does."""
+        self.counts_waiting = any(type(reserve) is GrowthReserve for reserve in reserves)
+        """Whether the blocks of a reserve depend on the number of waiting requests, if `are_steady`."""
         same = sum(type(reserve) in RESERVES.values() for reserve in reserves)
         self.are_steady = same + len(passing) == len(reserves) and len(counting) < 2 and len(passing) < 2
         """Whether, while `num_changes` stays the same, the blocks of every reserve depend on the request and the demand

@@ -71,7 +71,7 @@ class Need(NamedTuple):
     date: the request has run, or its prompt was extended."""
     num_tokens: int
     num_waiting: int
-    """Number of waiting requests at the time of the check."""
+    """Number of waiting requests at the time of the check, with which the need may rise; 0: it does not."""
     watched: tuple[int, int] | None
     """Number of leading blocks up to the next block that the request could share, and the hash of the tokens of these
     blocks; None: the request cannot share more blocks."""
@@ -178,7 +178,8 @@ class Needs:
         if shortfall is None:
             shortfall = self._by_asked[key] = self._shortfall(shortage)
         watched = self._blocks_to_watch(request)
-        need = Need(shortfall, state.serial, state.num_tokens, self._view.num_waiting, watched)
+        num_waiting = self._view.num_waiting if self._reserves.counts_waiting else 0
+        need = Need(shortfall, state.serial, state.num_tokens, num_waiting, watched)
         self._store_need(request, need)
         self._num_kept += 1
         return need
