@@ -206,7 +206,7 @@ def test_ctrl_c_prints_the_estimate_so_far(pointsman: Run, monkeypatch: pytest.M
         (["--confidence", "100%"], ["--confidence is 100%", "below 100%"]),
         (["--requests", "1"], ["--requests is 1", "at least 20"]),
         (["--workers", "0"], ["--workers is 0", "at least 1"]),
-        (["--price-per-hour", "cheap"], ["--price-per-hour is 'cheap'", "like 2.5"]),
+        (["--price-per-hour", "cheap"], ["--price-per-hour is 'cheap'", "like 3,1.2"]),
         (["--itl-of", "gap"], ["--itl-of has no effect", "--itl-target"]),
         (["--itl-of", "some", "--itl-target", "1s"], ["--itl-of is 'some'", "pooled, request, gap"]),
         (["--start", "10min"], ["--start has no effect alone", "--trace"]),

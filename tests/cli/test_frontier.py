@@ -130,7 +130,7 @@ def test_ctrl_c_prints_the_points_so_far(pointsman: Run, monkeypatch: pytest.Mon
         (("--variant", "x=--max-num-seqs 8", "--variant", "x=--max-num-seqs 9"), "two curves are called 'x'"),
         (("--device", "h100,l40s", "--price-per-hour", "1,2,3"), "--price-per-hour has 3 prices for 2 devices"),
         (("--price-per-hour", "cheap"), "--price-per-hour is 'cheap'; give a number"),
-        (("--price-per-hour", -1), "--price-per-hour is -1.0; it must be 0 or more"),
+        (("--price-per-hour", -1), "--price-per-hour is '-1'; give a number of 0 or more"),
         (("--replicas", 0), "--replicas is 0; it must be at least 1"),
         (("--think", 3), "--users and --think make the rate depend on the service"),
         (("--device", "h100,l40s,h200,a100,b200,t4,l4"), "7 devices with 1 settings each are 7 curves"),
