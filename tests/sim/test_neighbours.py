@@ -22,7 +22,7 @@ from pointsman.sim.workload import Constant, ConstantArrivals, Lengths
 PREFILL = LinearStepTime(per_step=0.005, per_token=1e-4)
 """A step with a prompt of 2,000 tokens takes 205 ms, one with a chunk of 256 tokens 31 ms."""
 LONG_PROMPTS = GeneratedSamples(ConstantArrivals(1), Lengths(Constant(2000), Constant(6)))
-SHORT_PROMPTS = GeneratedSamples(ConstantArrivals(1), Lengths(Constant(16), Constant(20)))
+SHORT_PROMPTS = GeneratedSamples(ConstantArrivals(1), Lengths(Constant(16), Constant(10)))
 CONFIG = SchedulerConfig(num_blocks=2000, max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=2048)
 BOTH = {BUDGET, SEQUENCES}
 
@@ -69,9 +69,10 @@ def test_neighbours_that_do_not_fit_the_device_are_passed_over() -> None:
     assert best is None
 
 
+@pytest.mark.long
 def test_more_sequences_are_found_if_all_of_a_step_are_taken() -> None:
     """Ten requests at a time keep the others waiting, though a step takes hardly longer with more of them."""
-    asked = question(Targets(ttft=0.2), CONFIG.replace(max_num_seqs=4), samples=SHORT_PROMPTS, num_requests=150)
+    asked = question(Targets(ttft=0.1), CONFIG.replace(max_num_seqs=4), samples=SHORT_PROMPTS, num_requests=60)
     found, best = neighbour_of(asked)
     assert limiting_target(found, asked.targets) == "ttft"
     assert best is not None and best.setting == SEQUENCES and best.value in (8, 16)
