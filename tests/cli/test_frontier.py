@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from draw_frontier import COMMAND, PICTURE, draw
 
-from pointsman.cli.frontier import _split_devices, _two_digits
+from pointsman.cli.frontier import _two_digits
+from pointsman.cli.simulation import device_names
 from pointsman.sim.trial import Job, Judge
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -142,9 +143,9 @@ def test_wrong_options_are_refused_before_a_simulation(args: tuple[Any, ...], me
 
 
 def test_a_description_of_a_device_is_one_device() -> None:
-    assert _split_devices("h100, l40s") == ["h100", "l40s"]
+    assert device_names({"device": "h100, l40s"}) == ["h100", "l40s"]
     described = "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS"
-    assert _split_devices(described) == [described]
+    assert device_names({"device": described}) == [described]
 
 
 @pytest.mark.parametrize(
