@@ -71,8 +71,8 @@ _NEAR_ODDS = 1.0
 """Difference of the log-odds of misses at two loads at which they are near enough, too: interpolation is then exact."""
 _SAME = 1.01
 """Ratio below which two loads are one."""
-_LEAST_GROWTH = 1.4
-"""Least factor by which the number of samples grows."""
+_MIN_GROWTH = 1.4
+"""Minimum factor by which the number of samples grows."""
 _PARTS_OF_BUDGET = 60
 """Number of samples for which the number of simulated requests must be enough, at all loads together."""
 _LOADS = 6
@@ -555,7 +555,7 @@ class CapacitySearch:
         """Take more samples, at most twice as many; returns whether that is possible."""
         interval, _ = self._crossing(self._count)
         loads, limit = self._loads_around(interval), self._max_samples()
-        factor = min(2.0, max(_LEAST_GROWTH, (excess / self._question.within) ** 2))
+        factor = min(2.0, max(_MIN_GROWTH, (excess / self._question.within) ** 2))
         count = min(limit, max(self._count + 2, math.ceil(self._count * factor)))
         if count <= self._count or not self._has_budget(len(loads) * (count - self._count) * self._num_requests):
             return False
