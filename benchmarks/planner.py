@@ -34,9 +34,11 @@ from pointsman.sim.workload import Constant, GammaArrivals, Lengths, LogNormal
 FloatArray = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.9
-NUM_WORKLOADS, NUM_QUICK = 20, 4
-MAX_SIMULATED, MAX_QUICK = 50_000, 20_000
+NUM_WORKLOADS, NUM_QUICK = 20, 3
+MAX_SIMULATED, MAX_QUICK = 50_000, 10_000
 """Simulated requests of a search."""
+TRUTH, QUICK_TRUTH = 2_000_000, 500_000
+"""Requests from which the known capacity is computed."""
 MIN_COVERED = 16
 """Of `NUM_WORKLOADS`; the other number of workloads in proportion."""
 MEDIAN_TOKENS = 1000
@@ -79,7 +81,7 @@ def random_queue(seed: int) -> Queue:
     return Queue(median, sigma, float(rng.uniform(0.5, 1.8)), ttft, share, seed)
 
 
-def true_capacity(queue: Queue, num_requests: int = 2_000_000) -> float:
+def true_capacity(queue: Queue, num_requests: int) -> float:
     """Requests a second at which the share of requests within the target falls to that of the queue."""
     rng = np.random.default_rng((queue.seed, 6))
     tokens = np.maximum(1, np.round(MEDIAN_TOKENS * np.exp(rng.normal(0, queue.sigma, num_requests))))
@@ -143,7 +145,7 @@ def measure(is_quick: bool, targets: Checks) -> dict[str, Any]:
     widths, errors, seconds, num_covered = [], [], [], 0
     for seed in range(count):
         queue = random_queue(seed)
-        truth = true_capacity(queue)
+        truth = true_capacity(queue, QUICK_TRUTH if is_quick else TRUTH)
         start = time.process_time()
         found = search(queue, MAX_QUICK if is_quick else MAX_SIMULATED)
         seconds.append(time.process_time() - start)

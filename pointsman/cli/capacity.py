@@ -30,6 +30,7 @@ from pointsman.cli.simulation import (
     Service,
     check_routing,
     device_names,
+    device_prices,
     samples_of_options,
     service_of_options,
     targets_of_options,
@@ -98,7 +99,7 @@ def run_capacity(
     if certain >= 1:
         raise CommandError(f"--confidence is {confidence}; it must be below 100%")
     devices = device_names(options)
-    priced = _prices(prices, len(devices))
+    priced = device_prices(prices, len(devices))
     services = [
         service_of_options(options if name is None else {**options, "device": name}, preset) for name in devices
     ]
@@ -182,23 +183,6 @@ def _check_loads(options: Mapping[str, Any], low: int, high: int, rate: float | 
         raise CommandError("--think with a range of --replicas needs the number of users; give --users too")
     if rate is not None and not 0 < rate < math.inf:
         raise CommandError(f"--requests-per-second is {rate}; it must be above 0")
-
-
-def _prices(text: str | None, count: int) -> list[float | None]:
-    """The price per hour of a replica on each of `count` devices."""
-    if text is None:
-        return [None] * count
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 <= price < math.inf for price in found):
-        raise CommandError(f"--price-per-hour is {text!r}; give numbers of 0 or more, like 2.5 or 2.5,0.8")
-    if len(found) != count:
-        raise CommandError(
-            f"--price-per-hour has {len(found)} prices, but --device has {count} devices; give a price for each device"
-        )
-    return list(found)
 
 
 @dataclass(slots=True)

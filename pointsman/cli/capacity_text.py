@@ -153,7 +153,8 @@ class Answer:
         if interval.value == 0:
             may = ""
             if interval.high > 0:
-                may = f" The interval of the result ends at {digits_text(*[interval.high] * 3)[0]}."
+                end = digits_text(*[interval.high] * 3)[0] if question.unit == "rate" else f"{interval.high:,.0f}"
+                may = f" The interval of the result ends at {end}."
             load = least if self._is_least(first) else load_text(first, question)
             return [
                 f"Nothing meets the targets: even with {load}, {_figures_text(first, question.targets)}; "

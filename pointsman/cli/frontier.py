@@ -24,6 +24,8 @@ from pointsman.cli.simulation import (
     Sampled,
     Service,
     check_routing,
+    device_names,
+    device_prices,
     samples_of_options,
     service_of_options,
     targets_of_options,
@@ -228,8 +230,8 @@ def _make_lines(
     options: Mapping[str, Any], variants: Sequence[str], replicas: int, preset: str | None, prices: str | None
 ) -> list[Line]:
     """The services: for each device, that of the options, and its variants."""
-    devices = _split_devices(options.get("device"))
-    by_device = _split_prices(prices, len(devices))
+    devices = device_names(options)
+    by_device = device_prices(prices, len(devices))
     given: list[tuple[str, dict[str, Any]]] = [("", {}), *(_parse_variant(text) for text in variants)]
     if (count := len(devices) * len(given)) > MAX_CURVES:
         raise CommandError(
@@ -258,27 +260,6 @@ def _make_lines(
     if repeated := [name for name in names if names.count(name) > 1]:
         raise CommandError(f"two curves are called {repeated[0]!r}; name each device once, and each --variant too")
     return lines
-
-
-def _split_devices(text: str | None) -> list[str | None]:
-    """The devices of "h100,l40s"; a description, which has commas too, is one device."""
-    if text is None or "=" in text:
-        return [text]
-    return [part.strip() for part in text.split(",")]
-
-
-def _split_prices(text: str | None, num_devices: int) -> list[float | None]:
-    if text is None:
-        return [None] * num_devices
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise CommandError(f"--price-per-hour is {text!r}; give a number, or one for each device, like 3,1.2") from None
-    if len(found) not in (1, num_devices):
-        raise CommandError(
-            f"--price-per-hour has {len(found)} prices for {num_devices} devices; give one price, or one for each"
-        )
-    return [*found] if len(found) == num_devices else [found[0]] * num_devices
 
 
 def _parse_variant(text: str) -> tuple[str, dict[str, Any]]:

@@ -738,6 +738,29 @@ def device_names(options: Mapping[str, Any]) -> list[str | None]:
     return names
 
 
+def device_prices(text: str | None, num_devices: int) -> list[float | None]:
+    """The price per hour of a replica on each device, from the option `--price-per-hour`; None: not given.
+
+    Raises:
+        CommandError: a price is no number of 0 or more, or there is not one for each device.
+    """
+    if text is None:
+        return [None] * num_devices
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= price < math.inf for price in found):
+        raise CommandError(
+            f"--price-per-hour is {text!r}; give a number of 0 or more, or one for each device, like 3,1.2"
+        )
+    if len(found) != num_devices:
+        raise CommandError(
+            f"--price-per-hour has {len(found)} prices for {num_devices} devices; give a price for each device"
+        )
+    return [*found]
+
+
 def targets_of_options(options: Mapping[str, Any], *names: str) -> Targets:
     """The targets that the options give, by `names` of the options for TTFT, ITL and end-to-end time.
 

@@ -156,6 +156,7 @@ class _Tuned:
             parts=self.parts,
             targets=self._targets,
             sized=self._service.sized,
+            num_models=len(judge.step_times),
             num_trials=num_trials,
             seed=seed,
             progress=progress,
@@ -241,6 +242,7 @@ class _Tuned:
     def notes(self, found: Tuning) -> list[str]:
         """Remarks to print below the result."""
         notes = [self._service.about_times]
+        notes += self._other_times_notes(found)
         if found.not_searched:
             notes.append(f"The KV pool is never short, so these have no effect: {', '.join(found.not_searched)}.")
         if self._service.profile is not None and found.seen is not None:
@@ -253,6 +255,20 @@ class _Tuned:
         if self._arriving.about_left_out:
             notes.append(self._arriving.about_left_out)
         return notes
+
+    def _other_times_notes(self, found: Tuning) -> list[str]:
+        """The goodput and the gain with other step times that are about as plausible."""
+        best, gains = found.recommended, [gain for gain in found.other_gains if math.isfinite(gain)]
+        if best is None or not best.alternatives or found.meets_nothing:
+            return []
+        goodputs = [best.goodput, *best.alternatives]
+        text = (
+            f"With {len(best.alternatives)} other plausible step times the goodput is {min(goodputs):.3g} to "
+            f"{max(goodputs):.3g}/s"
+        )
+        if found.is_gain and gains:
+            text += f", and the gain {100 * min(gains):.0f} to {100 * max(gains):.0f} %"
+        return [f"{text}; the intervals do not contain this."]
 
     def print_result(self, found: Tuning) -> None:
         answer = self.result_lines(found)
@@ -402,6 +418,7 @@ def _trial_as_json(trial: Trial | None, judged: Judged | None = None) -> dict[st
     if judged is not None:
         found["held_out"] = {**asdict(judged.held_out), "goodput_per_replica": judged.goodput}
         found["goodput_interval"] = asdict(judged.interval)
+        found["goodput_with_other_step_times"] = list(judged.alternatives)
     return found
 
 

@@ -72,15 +72,17 @@ _NEAR_ODDS = 1.0
 _SAME = 1.01
 """Ratio below which two loads are one."""
 _MIN_GROWTH = 1.4
-"""Least factor by which the number of samples grows."""
+"""Minimum factor by which the number of samples grows."""
 _PARTS_OF_BUDGET = 60
 """Number of samples for which the number of simulated requests must be enough, at all loads together."""
 _LOADS = 6
 """Number of loads, for each of which samples of another length are simulated anew, about."""
 _OF_STARTS = 4
 """Number of samples by which the beginnings, empty or with a backlog, are compared."""
-_OF_MODELS = 3
+_OF_MODELS = 2
 """Number of samples by which models of step times are compared; they are the same samples, so chance cancels out."""
+_LENGTH_OF_MODELS = 0.5
+"""Length of these samples, as a share of the others' length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +474,8 @@ class CapacitySearch:
         return wanted if available is None else min(wanted, max(2, available // self._num_requests))
 
     def _refine(self, count: int, loads: Sequence[float], *, with_ends: bool = True) -> None:
-        """Measure loads until the estimate, and both ends of its interval, are between loads near each other."""
+        """Measure loads until the estimate, and both ends of its interval, are between loads near each other.
+        `with_ends`: False if only the estimate is wanted, to compare it with another."""
         self._measure(loads, count)
         self._count = count
         for step in _STEPS:
@@ -490,7 +493,7 @@ class CapacitySearch:
         near = 1 + min(0.05, self._question.within / 3)
         ends = [(interval.value, near), (interval.low, _NEAR_END), (interval.high, _NEAR_END)]
         wanted: list[float] = []
-        for end, ratio in ends if with_ends else ends[:1]:
+        for end, ratio in ends if with_ends else [(interval.value, _NEAR_END)]:
             if end == 0:
                 wanted.append(self._beyond(known[0], 1 / step))
             elif end == math.inf:
@@ -576,7 +579,7 @@ class CapacitySearch:
         near = min(self._known(count), key=lambda load: abs(math.log(load / interval.value)))
         life = float(np.mean(np.concatenate([sample.e2e for sample in self._samples[near][:count]])))
         seconds = self._longest_target() + life
-        self._start = min(0.0, self._shift(replace(question, on_load=None), count, seconds)[0])
+        self._start = min(0.0, self._shift(question, count, seconds)[0])
 
     def _with_start(self, loads: Interval) -> Interval:
         """An interval of loads, widened by the difference that a backlog at the beginning makes."""
@@ -586,14 +589,30 @@ class CapacitySearch:
         """The logarithm of the load of a similar question, divided by the load of this one, on the same first samples:
         chance then cancels out. Second: the load of the similar question."""
         mine, _ = self._crossing(count)
-        other = CapacitySearch(question, self._runner)
-        other._num_requests, other._backlog = self._num_requests, backlog
-        other._refine(count, other._bracket_near(mine.value, count), with_ends=False)
+        other = self._similar(question, count, self._num_requests, mine.value, backlog)
         theirs, _ = other._crossing(count)
-        self.found.num_simulated += other.found.num_simulated
         if not 0 < mine.value < math.inf or theirs.value == math.inf:
             return 0.0, theirs.value
         return (math.log(theirs.value / mine.value) if theirs.value else -math.inf), theirs.value
+
+    def _similar(
+        self, question: Question, count: int, num_requests: int, load: float, backlog: float = 0.0
+    ) -> CapacitySearch:
+        """The search of a similar question, with an estimate of the load alone, which is near `load`."""
+        before, report = self.found.num_simulated, question.progress
+        excess = math.inf if self.found.sampling is None else self.found.sampling.excess
+        other = CapacitySearch(
+            replace(
+                question,
+                on_load=None,
+                progress=None if report is None else lambda number, _: report(before + number, excess),
+            ),
+            self._runner,
+        )
+        other._num_requests, other._backlog = num_requests, backlog
+        other._refine(count, other._bracket_near(load, count), with_ends=False)
+        self.found.num_simulated += other.found.num_simulated
+        return other
 
     def _odds(self, load: float, count: int) -> float:
         """Log-odds of the share of misses at a load, of the criterion with most misses."""
@@ -619,18 +638,25 @@ class CapacitySearch:
     # ------------------------------------------------------------------ other models of step times
 
     def _compare_models(self) -> None:
-        """Widen the interval by the results with the other models of step times, on the first samples."""
+        """Widen the interval by the results with the other models of step times, on the first samples, shortened."""
         found, question = self.found, self._question
         interval, _ = self._crossing(self._count)
         if question.num_models < 2 or not 0 < interval.value < math.inf:
             return
-        count, shifts = min(self._count, _OF_MODELS), []
+        count, shifts, base, length = min(self._count, _OF_MODELS), [], self, self._num_requests
+        if question.num_requests is None and not self._is_whole():
+            length = max(MIN_REQUESTS * question.num_replicas, math.ceil(_LENGTH_OF_MODELS * length))
+        if length < self._num_requests:
+            base = self._similar(question, count, length, interval.value)
+        interval, before = self._with_start(interval), base.found.num_simulated
         for model in range(question.num_models):
             if model != question.model:
-                shift, load = self._shift(replace(question, model=model, on_load=None), count)
+                shift, load = base._shift(replace(question, model=model), count)
                 shifts.append(shift)
-                found.alternatives.append(self._in_units(Interval(load, load, load)).value)
-        interval = self._with_start(interval)
+                value = load if load in (0, math.inf) else interval.value * math.exp(shift)
+                found.alternatives.append(self._in_units(Interval(value, value, value)).value)
+        if base is not self:
+            found.num_simulated += base.found.num_simulated - before
         found.interval = self._in_units(mix(interval, shifts, found.num_groups, question.confidence))
 
 

@@ -140,7 +140,7 @@ def crossing(misses: Sequence[Misses], allowed: float, confidence: float) -> Int
     # The ends are conservative: the first load that may miss, and the last load that may meet.
     lowest = _root(loads, np.maximum.accumulate(high), target)
     highest = _root(loads, np.minimum.accumulate(low[::-1])[::-1], target)
-    if 0 < value < math.inf and len(known) > 1:
+    if 0 < value < math.inf and len(known) > 1 and len(known[0].late) > 1:
         spread = _spread(known, loads, middle, math.log(value), target, confidence)
         lowest, highest = min(lowest, value * math.exp(-spread)), max(highest, value * math.exp(spread))
     return Interval(value, min(lowest, value), max(highest, value))

@@ -85,6 +85,8 @@ class Judged:
     interval: Estimate = NONE
     """`goodput` with its 95 % interval, from a bootstrap over blocks of consecutive requests; no ends: too few of
     them."""
+    alternatives: tuple[float, ...] = ()
+    """`goodput` with the other step times of the judge."""
 
     @property
     def goodput(self) -> float:
@@ -132,6 +134,14 @@ class Tuning:
         return mine / theirs - 1
 
     @property
+    def other_gains(self) -> list[float]:
+        """`gain` with each of the other step times of the judge."""
+        if self.judged is None or self.judged_defaults is None:
+            return []
+        pairs = zip(self.judged.alternatives, self.judged_defaults.alternatives, strict=True)
+        return [mine / theirs - 1 if theirs else math.inf if mine else 0.0 for mine, theirs in pairs]
+
+    @property
     def is_gain(self) -> bool:
         """Whether the chosen trial is worth a change: the gain is above `MIN_GAIN`, and its interval above 0."""
         low = self.gain_interval.low
@@ -167,6 +177,8 @@ class Search:
     targets: Targets
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
     """Function that adds the number of blocks to a configuration; may raise `ModelTooLarge`."""
+    num_models: int = 1
+    """Number of step times of the judge: settings are chosen with the first, and judged with all."""
     num_trials: int = NUM_TRIALS
     """Number of points in the first two phases."""
     seed: int = 0
@@ -322,19 +334,25 @@ class _Tuner:
         stretches = [Part(first + number) for number in range(len(self._search.parts.held_out))]
         trials = [chosen] if chosen is defaults else [chosen, defaults]
         jobs = [
-            Job(trial.config, trial.num_replicas, stretch, is_watched=trial is chosen)
+            Job(trial.config, trial.num_replicas, stretch, model=model, is_watched=trial is chosen and model == 0)
+            for model in range(self._search.num_models)
             for trial in trials
             for stretch in stretches
         ]
-        samples = list(self._runner.run(jobs))
+        every = list(self._runner.run(jobs))
         size = len(stretches)
+        samples = every[: size * len(trials)]  # with the best step times
         draws = Draws(sum(len(sample.arrived) for sample in samples[:size]), _NUM_RESAMPLES, self._search.seed)
         judged, resampled = [], []
         for trial, at in zip(trials, range(0, len(samples), size), strict=True):
             mine = samples[at : at + size]
+            others = tuple(
+                _per_replica(every[start : start + size], trial.num_replicas)
+                for start in range(at + len(samples), len(every), len(samples))
+            )
             score, goodputs = combine_samples(mine), resample_goodputs(mine, draws) / trial.num_replicas
             goodput = score.goodput / trial.num_replicas
-            judged.append(Judged(trial, score, draws.interval(goodput, goodputs, 0.0, math.inf)))
+            judged.append(Judged(trial, score, draws.interval(goodput, goodputs, 0.0, math.inf), others))
             resampled.append(goodputs)
         self.found.judged, self.found.judged_defaults = judged[0], judged[-1]
         gain = self.found.gain

@@ -16,7 +16,8 @@ from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 
 Run = Callable[..., Finished]
-SMALL = ("--requests", 60, "--samples", 3)
+SMALL = ("--requests", 20, "--samples", 2, "--prompt-tokens", 1500, "--output-tokens", 4)
+"""A search that takes little time."""
 
 
 def profile(max_rows: int) -> Profile:
@@ -33,30 +34,37 @@ def profile(max_rows: int) -> Profile:
     )
 
 
+@pytest.fixture
+def profiled(tmp_path: Path) -> tuple[object, ...]:
+    """Options with step times that have no alternatives: one search instead of six."""
+    profile(max_rows=100_000).save(tmp_path / "wide.json")
+    return (*SMALL, "--profile", tmp_path / "wide.json")
+
+
 def words(finished: Finished, code: int | None = 0) -> str:
     assert code is None or finished.code == code, finished.err
     return " ".join(finished.out.split())
 
 
 def test_capacity_prints_its_interval_and_a_row_for_each_load(pointsman: Run) -> None:
-    finished = pointsman("capacity", *SMALL, "--ttft-target", "1s")
+    finished = pointsman("capacity", *SMALL, "--ttft-target", "300ms")
     printed = words(finished)
     assert "KV blocks of 16 tokens" in finished.out.splitlines()[0]
     assert "calibrate with a log" in printed
-    assert "TTFT at most 1 s, for at least 99 % of the requests" in printed
+    assert "TTFT at most 300 ms, for at least 99 % of the requests" in printed
     rows = [line for line in finished.out.splitlines() if line.endswith((" yes", " no"))]
     assert len(rows) >= 2
     assert re.search(r"Capacity: [\d.]+ requests/s \(90 %: [\d.]+ to [\d.]+\) on 1 replica\.", printed)
-    assert "samples, each with a seed of its own, 60 requests each, and 6 plausible step times" in printed
+    assert "samples, each with a seed of its own, 20 requests each, and 6 plausible step times" in printed
     assert "too short to show" in printed
     assert "Power at the capacity" in printed and "estimated from the datasheet" in printed
     assert max(map(len, finished.out.splitlines())) <= 100
 
 
 def test_capacity_json_has_the_interval_and_the_loads(pointsman: Run) -> None:
-    given = (*SMALL, "--ttft-target", "1s", "--itl-target", "2s", "--share", 0.9, "--confidence", "80%")
+    given = (*SMALL, "--ttft-target", "300ms", "--itl-target", "2s", "--share", 0.9, "--confidence", "80%")
     (found,) = pointsman("capacity", *given, "--price-per-hour", 3, "--json").json_lines
-    assert found["targets"] == {"ttft": 1.0, "itl": 2.0, "e2e": None, "itl_of": "pooled", "share": 0.9}
+    assert found["targets"] == {"ttft": 0.3, "itl": 2.0, "e2e": None, "itl_of": "pooled", "share": 0.9}
     capacity, sampling = found["capacity"], found["capacity_of_best_step_times"]
     assert capacity["low"] <= sampling["low"] <= capacity["value"] == sampling["value"] <= capacity["high"]
     assert (found["confidence"], found["unit"], found["is_complete"]) == (0.8, "rate", True)
@@ -82,8 +90,8 @@ def test_capacity_warns_if_its_result_exceeds_the_profiled_loads(pointsman: Run,
     assert "extrapolated" not in words(pointsman(*given))
 
 
-def test_capacity_prints_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
-    given = ("--requests", 40, "--samples", 2, "--ttft-target", "500ms", "--replicas", "2-3", "--requests-per-second")
+def test_capacity_prints_the_fewest_replicas_for_a_rate(pointsman: Run, profiled: tuple[object, ...]) -> None:
+    given = (*profiled, "--ttft-target", "500ms", "--replicas", "2-3", "--requests-per-second")
     assert "Even 3 replicas miss the targets with 5,000 requests/s" in words(
         pointsman("capacity", *given, 5000), code=3
     )
@@ -106,12 +114,11 @@ def test_capacity_finds_users_and_the_fewest_replicas_for_users(pointsman: Run) 
     assert f"with {users} users" in found["answer"]
 
 
-def test_capacity_reports_targets_met_at_every_rate_or_at_no_rate(pointsman: Run) -> None:
-    given = (*SMALL, "--prompt-tokens", 1000, "--output-tokens", 10)
-    nothing = words(pointsman("capacity", *given, "--ttft-target", "1ms"), code=3)
+def test_capacity_reports_targets_met_at_every_rate_or_at_no_rate(pointsman: Run, profiled: tuple[object, ...]) -> None:
+    nothing = words(pointsman("capacity", *profiled, "--ttft-target", "1ms"), code=3)
     assert "Nothing meets the targets: even with one request each 1,000 s, 0 %" in nothing
     assert "TTFT p99 is" in nothing and "set longer targets, or take a faster device" in nothing
-    everything = words(pointsman("capacity", *given, "--ttft-target", "1h"))
+    everything = words(pointsman("capacity", *profiled, "--ttft-target", "1h"))
     assert "Every load meets the targets: with all at once, 100 %" in everything
     assert "raise --requests" in everything
 
@@ -180,7 +187,9 @@ def test_capacity_names_refused_requests_as_the_reason_of_its_failure(pointsman:
     assert "shorten the requests that can never run" in found and "faster device" not in found
 
 
-def test_ctrl_c_prints_the_estimate_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_the_estimate_so_far(
+    pointsman: Run, profiled: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
 
     def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
@@ -190,7 +199,7 @@ def test_ctrl_c_prints_the_estimate_so_far(pointsman: Run, monkeypatch: pytest.M
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ProgressBar, "update", interrupt)
-    finished = pointsman("capacity", *SMALL, "--output-tokens", 5, "--ttft-target", "1s")
+    finished = pointsman("capacity", *profiled, "--ttft-target", "1s")
     assert finished.code == 130
     assert "Interrupted" in finished.out
     assert finished.err == ""
@@ -206,7 +215,7 @@ def test_ctrl_c_prints_the_estimate_so_far(pointsman: Run, monkeypatch: pytest.M
         (["--confidence", "100%"], ["--confidence is 100%", "below 100%"]),
         (["--requests", "1"], ["--requests is 1", "at least 20"]),
         (["--workers", "0"], ["--workers is 0", "at least 1"]),
-        (["--price-per-hour", "cheap"], ["--price-per-hour is 'cheap'", "like 2.5"]),
+        (["--price-per-hour", "cheap"], ["--price-per-hour is 'cheap'", "like 3,1.2"]),
         (["--itl-of", "gap"], ["--itl-of has no effect", "--itl-target"]),
         (["--itl-of", "some", "--itl-target", "1s"], ["--itl-of is 'some'", "pooled, request, gap"]),
         (["--start", "10min"], ["--start has no effect alone", "--trace"]),

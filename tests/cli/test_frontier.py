@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from draw_frontier import COMMAND, PICTURE, draw
 
-from pointsman.cli.frontier import _split_devices, _two_digits
+from pointsman.cli.frontier import _two_digits
+from pointsman.cli.simulation import device_names
 from pointsman.sim.trial import Job, Judge
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -130,7 +131,7 @@ def test_ctrl_c_prints_the_points_so_far(pointsman: Run, monkeypatch: pytest.Mon
         (("--variant", "x=--max-num-seqs 8", "--variant", "x=--max-num-seqs 9"), "two curves are called 'x'"),
         (("--device", "h100,l40s", "--price-per-hour", "1,2,3"), "--price-per-hour has 3 prices for 2 devices"),
         (("--price-per-hour", "cheap"), "--price-per-hour is 'cheap'; give a number"),
-        (("--price-per-hour", -1), "--price-per-hour is -1.0; it must be 0 or more"),
+        (("--price-per-hour", -1), "--price-per-hour is '-1'; give a number of 0 or more"),
         (("--replicas", 0), "--replicas is 0; it must be at least 1"),
         (("--think", 3), "--users and --think make the rate depend on the service"),
         (("--device", "h100,l40s,h200,a100,b200,t4,l4"), "7 devices with 1 settings each are 7 curves"),
@@ -142,9 +143,9 @@ def test_wrong_options_are_refused_before_a_simulation(args: tuple[Any, ...], me
 
 
 def test_a_description_of_a_device_is_one_device() -> None:
-    assert _split_devices("h100, l40s") == ["h100", "l40s"]
+    assert device_names({"device": "h100, l40s"}) == ["h100", "l40s"]
     described = "memory=32GiB,bandwidth=1792GB/s,bf16=209.5TFLOPS"
-    assert _split_devices(described) == [described]
+    assert device_names({"device": described}) == [described]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from pointsman.cli.app import command_named
 from pointsman.cli.knobs import engine_arguments
 from pointsman.cli.options import KNOBS, given
 from pointsman.cli.progress_bar import ProgressBar
+from pointsman.cli.tune import _gain_text, _goodput_text
 from pointsman.integrations.vllm.settings import read_settings
+from pointsman.sim.report.intervals import NONE, Estimate
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 from tests.sim.observed_logs import observed_lines, write_observed
@@ -180,3 +184,39 @@ def test_tune_refuses_a_trace_that_is_too_short_to_split(pointsman: Run, tmp_pat
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(f'{{"timestamp": {n}, "input_length": 20, "output_length": 6}}\n' for n in range(7)))
     check_refused(pointsman("tune", "--trace", path), "7 requests", "at least 20", "longer trace")
+
+
+def test_tune_prints_intervals_and_says_that_targets_are_missed(pointsman: Run) -> None:
+    """Twice the rate that the device can serve: at best a part of the requests is in time."""
+    lengths = ("--prompt-tokens", 2000, "--output-tokens", 2, "--arrivals", "poisson:50")
+    given = (*lengths, "--requests", 110, "--trials", 2, "--ttft-p99", "300ms", "--max-num-seqs", 64)
+    printed = words(pointsman("tune", *given), code=3)
+    assert re.search(r"The targets are missed: \d[\d.]* % are within them with these settings, not 99 %", printed)
+    assert re.search(r"a goodput of [\d.]+/s \(95 %: [\d.]+ to [\d.]+\)", printed)
+    assert "pointsman capacity finds the rate that meets them" in printed
+    assert re.search(r"With 5 other plausible step times the goodput is [\d.]+ to [\d.]+/s", printed)
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "text"),
+    [
+        (10.0, Estimate(10.0, 8.2, 12.1), "10/s (95 %: 8 to 12)"),
+        (10.0, Estimate(10.0), "10/s"),
+        (0.5123, Estimate(0.5123, 0.49, 0.53), "0.51/s (95 %: 0.49 to 0.53)"),
+    ],
+)
+def test_a_goodput_has_as_many_digits_as_its_interval(value: float, interval: Estimate, text: str) -> None:
+    judged = types.SimpleNamespace(goodput=value, interval=interval)
+    assert _goodput_text(judged) == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gain", "interval", "text"),
+    [
+        (1.5, NONE, "2.5 times"),
+        (0.123, NONE, "12.3 % more than"),
+        (0.123, Estimate(0.123, 0.05, 0.2), "12 % (95 %: 5 to 20) more than"),
+    ],
+)
+def test_a_gain_has_as_many_digits_as_its_interval(gain: float, interval: Estimate, text: str) -> None:
+    assert _gain_text(gain, interval) == text

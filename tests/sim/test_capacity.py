@@ -12,7 +12,7 @@ import pytest
 
 from pointsman.core import SchedulerConfig
 from pointsman.sim.capacity import Capacity, Measured, Question, find_capacity
-from pointsman.sim.crossing import Interval, Misses, crossing, digits_text, mix
+from pointsman.sim.crossing import Interval
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.samples import GeneratedSamples, Samples, TraceSamples, UserSamples
@@ -93,7 +93,7 @@ def test_intervals_hold_the_capacity_that_queueing_theory_gives(seed: int) -> No
     rng = np.random.default_rng(seed)
     ttft, share = float(rng.uniform(0.3, 1.2)), float(rng.choice([0.9, 0.95, 0.99]))
     samples = replace(AT_RANDOM, seed=1000 * seed)
-    found = search(samples, ttft, share=share, num_requests=None, within=0.2, max_samples=32, max_simulated=6_000)
+    found = search(samples, ttft, share=share, num_requests=None, within=0.2, max_samples=32, max_simulated=4_000)
     interval, truth = interval_of(found), md1_capacity(ttft, share)
     assert interval.low * 0.96 <= truth <= interval.high * 1.04
     assert interval.excess < 0.5
@@ -107,7 +107,7 @@ def test_a_capacity_far_below_the_throughput_is_found() -> None:
 
 
 def test_equal_searches_have_equal_results() -> None:
-    first, second = (search(AT_RANDOM, 0.3, num_requests=50) for _ in range(2))
+    first, second = (search(AT_RANDOM, 0.3, num_requests=50, max_samples=2) for _ in range(2))
     assert first == second
 
 
@@ -249,61 +249,3 @@ def test_a_short_trace_is_simulated_as_a_whole() -> None:
     found = search(TraceSamples(trace(200), 1.0), 0.15, num_requests=None)
     assert (found.num_samples, found.num_requests) == (1, 200)
     assert found.num_groups > 1
-
-
-# ---------------------------------------------------------------------- the estimate
-
-
-def test_the_estimate_is_where_the_share_of_misses_crosses_what_is_allowed() -> None:
-    rng, total = np.random.default_rng(1), np.full(10, 1000.0)
-    loads = np.geomspace(1, 4, 12)
-    odds = -6 + 5 * np.log(loads)
-    shares = 1 / (1 + np.exp(-odds))
-    misses = [
-        Misses(load, rng.binomial(1000, share, 10).astype(float), total)
-        for load, share in zip(loads, shares, strict=True)
-    ]
-    truth = math.exp((6 + math.log(0.05 / 0.95)) / 5)
-    found = crossing(misses, 0.05, 0.9)
-    assert found.low <= truth <= found.high and found.excess < 0.1
-    wider = crossing(misses, 0.05, 0.99)
-    assert wider.low < found.low and wider.high > found.high
-    assert crossing(misses[:2], 0.5, 0.9).value == math.inf
-    assert crossing(misses[-2:], 1e-4, 0.9).value == 0
-
-
-def test_few_requests_without_a_miss_are_within_the_targets() -> None:
-    """Ten requests cannot show that one in a hundred misses: the estimate says yes, the interval begins at 0."""
-    total = np.full(2, 5.0)
-    misses = [Misses(1.0, np.zeros(2), total), Misses(2.0, np.array([2.0, 1.0]), total)]
-    found = crossing(misses, 0.01, 0.9)
-    assert 1 <= found.value < 1.1 and found.low == 0
-
-
-def test_equally_plausible_models_have_an_interval_over_all_of_them() -> None:
-    one = Interval(10, 9, 11)
-    assert mix(one, [], 8, 0.9) == one
-    assert mix(one, [0.0, 0.0], 8, 0.9).low == pytest.approx(9, rel=0.01)
-    both = mix(one, [math.log(1.5), math.log(0.5)], 8, 0.9)
-    assert 4.5 < both.low < 5.5 and 14 < both.high < 17
-    assert mix(one, [-math.inf], 8, 0.9).low == 0
-
-
-@pytest.mark.parametrize(
-    ("figures", "text"),
-    [
-        ((1.3512, 1.21, 1.62), ("1.4", "1.2", "1.6")),
-        ((14.6, 12.9, 16.6), ("15", "13", "17")),
-        ((1234, 1100, 1400), ("1,200", "1,100", "1,400")),
-        ((0.0034, 0.0031, 0.0036), ("0.0034", "0.0031", "0.0036")),
-        ((10, 3, 28), ("10", "3", "28")),
-        ((5, 2, math.inf), ("5", "2", "no limit")),
-        ((math.inf, 3.5, math.inf), ("no limit", "4", "no limit")),
-        ((math.inf, 0, math.inf), ("no limit", "0", "no limit")),
-        ((0, 0, 0), ("0", "0", "0")),
-    ],
-)
-def test_a_figure_has_as_many_digits_as_its_interval_supports(
-    figures: tuple[float, float, float], text: tuple[str, str, str]
-) -> None:
-    assert digits_text(*figures) == text

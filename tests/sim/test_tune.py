@@ -47,13 +47,16 @@ def searched(
     fixed: frozenset[str] = frozenset(),
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config,
     progress: Callable[[int, int, float], None] | None = None,
+    others: tuple[LinearStepTime, ...] = (),
 ) -> Tuning:
-    judge = Judge(source=Stretches((*requests.train, *requests.held_out)), step_times=(STEP_TIME,), targets=targets)
+    source = Stretches((*requests.train, *requests.held_out))
+    judge = Judge(source=source, step_times=(STEP_TIME, *others), targets=targets)
     search = Search(
         space=Space(base, replicas=replicas, fixed=fixed),
         parts=requests,
         targets=targets,
         sized=sized,
+        num_models=1 + len(others),
         num_trials=num_trials,
         progress=progress,
     )
@@ -79,6 +82,17 @@ def test_tuning_finds_the_token_budget_that_meets_the_itl_target(tuning: Tuning)
     assert tuning.recommended is tuning.judged
     assert tuning.judged_defaults.trial is tuning.trials[0]
     assert tuning.trials[0].config == BASE
+
+
+def test_the_choice_is_judged_with_other_step_times_too(tuning: Tuning) -> None:
+    """With equal step times the goodput is equal; steps that take longer than any target leave nothing."""
+    found = searched(parts(), others=(STEP_TIME, LinearStepTime(per_step=9.0)))
+    assert found.judged is not None and found.judged_defaults is not None and tuning.judged is not None
+    assert found.judged.goodput == tuning.judged.goodput
+    assert found.judged.alternatives == (found.judged.goodput, 0.0)
+    assert found.judged_defaults.alternatives == (found.judged_defaults.goodput, 0.0)
+    assert found.other_gains == [found.gain, 0.0]
+    assert tuning.judged.alternatives == () and tuning.other_gains == []
 
 
 def test_settings_that_change_nothing_keep_their_defaults(tuning: Tuning) -> None:
