@@ -76,11 +76,11 @@ LESSON = Lesson(
         "requests may use the reserve, as it is meant for their growth. Admission stops before the pool is full, so "
         "there is a gap between the two. The same load then has {n_mark} preemptions.",
         "A preemption counter that rises has four answers. Raise the watermark: {n_mark} instead of {n_plain}. "
-        "Requests wait longer: mean TTFT {ttft_mark} instead of {ttft_plain}, and the run ends after {time_mark} instead "
-        "of {time_plain}. Lower the number of sequences (here to {seqs}): {n_seqs}, but mean TTFT {ttft_seqs}, end after "
-        "{time_seqs}. Lower the token budget (to {budget}): {n_budget}, next to nothing, as it bounds what a step "
-        "computes and not what requests hold. Add capacity (twice the blocks): {n_more}, end after {time_more}, and "
-        "more memory to pay for.",
+        "Requests wait longer: mean TTFT {ttft_mark} instead of {ttft_plain}, and the run ends after {time_mark} "
+        "instead of {time_plain}. Lower the number of sequences (here to {seqs}): {n_seqs}, but mean TTFT "
+        "{ttft_seqs}, end after {time_seqs}. Lower the token budget (to {budget}): {n_budget}, next to nothing, as "
+        "it bounds what a step computes and not what requests hold. Add capacity (twice the blocks): {n_more}, end "
+        "after {time_more}, and more memory to pay for.",
     ),
     choice="Response",
     variants=(
