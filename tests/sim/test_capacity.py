@@ -307,3 +307,9 @@ def test_a_figure_has_as_many_digits_as_its_interval_supports(
     figures: tuple[float, float, float], text: tuple[str, str, str]
 ) -> None:
     assert digits_text(*figures) == text
+
+
+def test_ends_about_which_few_samples_say_nothing_are_no_numbers() -> None:
+    assert Interval(10.0, 0.01, 1e280).text() == ("10", "0", "no limit")
+    assert Interval(10.0, 0.2, 900.0).figures == (10.0, 0.2, 900.0)
+    assert Interval(0.0, 0.0, 3.0).figures == (0.0, 0.0, 3.0)
