@@ -20,6 +20,8 @@ from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
+_GZIP = b"\x1f\x8b"
+"""First bytes of a file that gzip has compressed."""
 MAX_LINE = 2**24
 """Maximum bytes of a line, or of one JSON value. The Python objects of a value can take 24 times its bytes:
 `[[],[],[]]`."""
@@ -120,9 +122,12 @@ def read_text_lines(file: BinaryIO) -> Iterator[str]:
     """The lines of a file of UTF-8 text, with their line ends; a byte-order mark is left out.
 
     Raises:
-        ValueError: a line is not UTF-8 text, or longer than `MAX_LINE`; the message has the line number.
+        ValueError: a line is not UTF-8 text, or longer than `MAX_LINE`, or the file is compressed; the message has the
+            line number.
     """
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
+        if number == 1 and raw.startswith(_GZIP):
+            raise ValueError("line 1: the file is compressed with gzip; unpack it with gunzip")
         if len(raw) > MAX_LINE:
             raise ValueError(f"line {number}: longer than {MAX_LINE:,} bytes; give another file")
         try:

@@ -50,15 +50,11 @@ def interval_text(interval: Interval, confidence: float, unit: str = "") -> str:
 
 def whole_text(interval: Interval, confidence: float, unit: str) -> str:
     """The same for a whole number, such as of users."""
-    value, low, high = (f"{end:,.0f}" if math.isfinite(end) else "no limit" for end in _ends(interval))
+    value, low, high = (f"{end:,.0f}" if math.isfinite(end) else "no limit" for end in interval.figures)
     unit = unit[:-1] if value == "1" else unit
     if (low, high) == (value, value):
         return f"{value}{unit}"
     return f"{value}{unit} ({100 * confidence:.3g} %: {low} to {high})"
-
-
-def _ends(interval: Interval) -> tuple[float, float, float]:
-    return interval.value, interval.low, interval.high
 
 
 def share_text(share: Interval) -> str:

@@ -33,6 +33,9 @@ _MIN_SLOPE = 1.0
 _FARTHEST = 0.5
 """Farthest that the load of a group is continued beyond the known loads, as a difference of logarithms."""
 
+MAX_RATIO = 100.0
+"""Maximum ratio between a figure and an end of its interval that is shown as a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -49,9 +52,17 @@ class Interval:
             return math.inf
         return max(self.high / self.value, self.value / self.low) - 1
 
-    def text(self, factor: float = 1.0) -> tuple[str, str, str]:
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """The value and both ends. An end farther from the value than a factor of `MAX_RATIO` is 0 or infinite: so few
+        samples say nothing about it."""
+        is_bounded = 0 < self.value < math.inf
+        low = 0.0 if is_bounded and self.low * MAX_RATIO < self.value else self.low
+        return self.value, low, math.inf if is_bounded and self.high > self.value * MAX_RATIO else self.high
+
+    def text(self) -> tuple[str, str, str]:
         """The value and both ends as text, with as many digits as the interval supports."""
-        return digits_text(self.value * factor, self.low * factor, self.high * factor)
+        return digits_text(*self.figures)
 
 
 def digits_text(value: float, low: float, high: float) -> tuple[str, str, str]:

@@ -167,6 +167,11 @@ def _recognise_format(head: bytes, timed: bool) -> Reader:
             raise Broken(
                 "line 1: a summary of a whole run, which pointsman calibrate reads; it is no trace of requests"
             )
+        if key == "hash_id_scope":
+            raise Broken(
+                "line 1: a session of a coding agent, with its requests in one line; write each request as a line with "
+                '"timestamp" (ms), "input_length", "output_length" and "hash_ids"'
+            )
         if key != "format":
             stream.skip()
         elif stream.value() == FORMAT:

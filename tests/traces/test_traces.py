@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -321,3 +322,13 @@ def test_most_blocks_of_the_mooncake_trace_are_repeated() -> None:
     ids = [i for request in read_trace(path, limit=500) for i in request.block_hash_ids]
     assert found == blocks - len(set(ids))
     assert found > 0
+
+
+def test_compressed_files_and_sessions_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    session = '{"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0.0, "in": 9, "out": 2}]}\n'
+    with pytest.raises(TraceError, match=r'line 1: a session of a coding agent.*"input_length"'):
+        read_trace(write(tmp_path, session * 2))
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(session.encode()))
+    with pytest.raises(TraceError, match="line 1: the file is compressed with gzip; unpack it with gunzip"):
+        read_trace(packed)

@@ -299,7 +299,8 @@ def test_thrash_lesson_matches_its_runs(course: dict[str, Performed]) -> None:
     assert abs(numbers[3] - numbers[0]) < numbers[0] / 8, "and what does next to nothing"
     assert mark.seconds < 1.05 * plain.seconds < seqs.seconds and more.seconds < 0.75 * plain.seconds
     mean = {run: sum(run.ttft(name) for name in run.requests) / 32 for run in one.runs}
-    assert mean[seqs] > 1.5 * mean[plain]
+    assert mean[plain] < mean[mark] < 0.6 * mean[seqs], "of the settings that help the watermark costs least"
+    assert plain.seconds < mark.seconds, "but it is not free"
     assert len(plain.preemptions(one.figures["worst"])) == one.figures["times"] >= 2, "the same one again"
     held = one.figures["held"]
     reserve = one.figures["reserve"]

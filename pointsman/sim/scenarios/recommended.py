@@ -38,7 +38,15 @@ _MEANT_FOR = {
     "short-requests": (_SHORT, _RATE),
 }
 """The workload of each preset, and the figure that the preset should improve."""
-
+_GENERAL = "general"
+_GENERAL_SETTINGS = {
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "long_prefill_token_threshold": 512,
+    "order": "fcfs",
+}
+"""The text's settings for any load: the default, and chunks of at most 512 tokens, which should shorten TTFT."""
+_SETTINGS = {preset: PRESETS[preset] for preset in (_DEFAULT, *_MEANT_FOR)} | {_GENERAL: _GENERAL_SETTINGS}
 
 _GAIN, _HARM = 0.03, 0.05
 """Minimum relative changes that count as better and as worse than the default."""
@@ -67,16 +75,25 @@ def _check_settings(found: Finding) -> list[Check]:
                 f"{best} {found.text(figure, best, load)}",
             )
         )
-    for preset, (load, _) in _MEANT_FOR.items():
+    checks += [
+        Check(
+            f"{_GENERAL} shortens TTFT, {load}",
+            _improvement(found, _GENERAL, load, _TTFT) > _GAIN,
+            f"mean {found.text(_TTFT, _GENERAL, load)}, {found.text(_TTFT, _DEFAULT, load)} with the default; "
+            f"{_ITL} {found.text(_ITL, _GENERAL, load)}, {found.text(_ITL, _DEFAULT, load)} with the default",
+        )
+        for load in (_CHAT, _LONG)
+    ]
+    for preset, own in (*((preset, load) for preset, (load, _) in _MEANT_FOR.items()), (_GENERAL, None)):
         losses = {
-            other: _improvement(found, preset, other, figure) for other, figure in _MEANT_FOR.values() if other != load
+            load: _improvement(found, preset, load, figure) for load, figure in _MEANT_FOR.values() if load != own
         }
         worst = min(losses, key=losses.__getitem__)  # all requests refused: -1
         figure = dict(_MEANT_FOR.values())[worst]
         refused = sum(found.value(_REFUSED, preset, each) for each in _LOADS)
         checks.append(
             Check(
-                f"{preset} does no harm elsewhere",
+                f"{preset} does no harm {'elsewhere' if own else 'on any load'}",
                 losses[worst] > -_HARM and not refused,
                 f"worst on {worst}: {figure} {found.text(figure, preset, worst)}, "
                 f"{found.text(figure, _DEFAULT, worst)} with the default; {format_number(refused)} requests are "
@@ -93,15 +110,16 @@ def _refused(run: Run) -> float:
 RECOMMENDED_SETTINGS = Scenario(
     name="recommended-settings",
     claim="Low latency wants 64 sequences and a budget of 2,048 tokens, high throughput 256 and 16,384, long contexts "
-    "128 and 8,192, short requests 512 and 4,096 without chunked prefill.",
+    "128 and 8,192, short requests 512 and 4,096 without chunked prefill; any load 256 and 8,192, with chunks of at "
+    "most 512 tokens.",
     source="a deep dive into vLLM V1",
-    setting="Each setting (a preset) and the default, 256 and 8,192, on all four workloads. Chat: 12 requests a "
-    "second; backlog: 400 requests at once; long prompts: lognormal:20000,0.4; short requests: 600 at once, prompts of "
-    "60 tokens, outputs of 40.",
+    setting="Each preset, the general settings and the default, 256 and 8,192, on all four workloads. Chat: 12 "
+    "requests a second; backlog: 400 requests at once; long prompts: lognormal:20000,0.4; short requests: 600 at once, "
+    "prompts of 60 tokens, outputs of 40.",
     variants=tuple(
-        Variant(preset, settings(**PRESETS[preset]), workload, load)
+        Variant(name, settings(**values), workload, load)
         for load, workload in _LOADS.items()
-        for preset in (_DEFAULT, *_MEANT_FOR)
+        for name, values in _SETTINGS.items()
     ),
     figures=(
         Figure(_ITL, "s", itl_p99),

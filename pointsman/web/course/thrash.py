@@ -75,11 +75,12 @@ LESSON = Lesson(
         "{reserve} blocks: at {held} there are {free} free ones, and {held_id} waits for the watermark. Running "
         "requests may use the reserve, as it is meant for their growth. Admission stops before the pool is full, so "
         "there is a gap between the two. The same load then has {n_mark} preemptions.",
-        "A preemption counter that rises has four answers, in order of cost. Raise the watermark: {n_mark} instead of "
-        "{n_plain}. Lower the number of sequences (here to {seqs}): {n_seqs}, but requests wait in the queue, mean "
-        "TTFT {ttft_seqs} instead of {ttft_plain}. Lower the token budget (to {budget}): {n_budget}, next to nothing, "
-        "as it bounds what a step computes and not what requests hold. Add capacity (twice the blocks): {n_more}, and "
-        "done after {time_more} instead of {time_plain}.",
+        "A preemption counter that rises has four answers. Raise the watermark: {n_mark} instead of {n_plain}. "
+        "Requests wait longer: mean TTFT {ttft_mark} instead of {ttft_plain}, and the run ends after {time_mark} "
+        "instead of {time_plain}. Lower the number of sequences (here to {seqs}): {n_seqs}, but mean TTFT "
+        "{ttft_seqs}, end after {time_seqs}. Lower the token budget (to {budget}): {n_budget}, next to nothing, as "
+        "it bounds what a step computes and not what requests hold. Add capacity (twice the blocks): {n_more}, end "
+        "after {time_more}, and more memory to pay for.",
     ),
     choice="Response",
     variants=(
@@ -100,8 +101,8 @@ LESSON = Lesson(
             (
                 Answer(
                     "A watermark.",
-                    "It costs least: {n_mark} preemptions instead of {n_plain}, and all is done after {time_mark} "
-                    "instead of {time_plain}.",
+                    "Of the settings that help, it costs least: {n_mark} preemptions instead of {n_plain}, mean TTFT "
+                    "{ttft_mark} instead of {ttft_plain}, end of the run after {time_mark} instead of {time_plain}.",
                     is_right=True,
                 ),
                 Answer(
@@ -111,8 +112,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "Far fewer sequences.",
-                    "That ends the preemptions, but less runs at once: all is done after {time_seqs} instead of "
-                    "{time_plain}. It comes after the watermark.",
+                    "That ends the preemptions, but fewer requests run at once: mean TTFT {ttft_seqs} instead of "
+                    "{ttft_plain}, end of the run after {time_seqs} instead of {time_plain}. Try a watermark first.",
                 ),
                 Answer(
                     "A larger queue, so that no request is refused.",
