@@ -35,12 +35,12 @@ from pointsman.cli.simulation import (
     service_of_options,
     targets_of_options,
 )
-from pointsman.sim.capacity import DENSE_GAP, Capacity, Measured, Question, find_capacity
+from pointsman.sim.capacity import DENSE_GAP, MAX_SIMULATED, Capacity, Measured, Question, find_capacity
 from pointsman.sim.cost import Cost, cost_of, prompt_share_of
 from pointsman.sim.crossing import Interval
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.hull import warn_outside
-from pointsman.sim.neighbours import BUDGET, SEQUENCES, Neighbour, best_neighbour
+from pointsman.sim.neighbours import BUDGET, SEQUENCES, Neighbour, best_neighbour, short_search
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.trial import itl_p99
 from pointsman.sim.workers import Runner, available_cores, workers
@@ -50,6 +50,10 @@ _SMALL = 500
 """Requests of a sample below which starting worker processes takes more time than they save."""
 _MAX_EXCESS = 9.99
 """Largest distance of an interval's ends that the progress shows."""
+WITHIN = "10%"
+"""Wanted distance of each end of the interval from the result, where none is given."""
+MAX_ASKED = 1_000_000
+"""Maximum number of simulated requests, for each replica, where `--within` is given."""
 _COLUMNS = ("users", "requests/s", "replicas", "samples", "within targets", "TTFT p99", "", "")
 _WIDTHS = (7, 10, 8, 7, 22, 9, 15, 3)
 
@@ -63,7 +67,7 @@ def run_capacity(
     num_requests: int | None,
     max_samples: int,
     confidence: str,
-    within: str,
+    within: str | None,
     num_workers: int | None,
     prices: str | None,
     preset: str | None,
@@ -95,7 +99,7 @@ def run_capacity(
         raise CommandError(f"--samples is {max_samples}; it must be at least 2, for an interval")
     if num_workers is not None and num_workers < 1:
         raise CommandError(f"--workers is {num_workers}; it must be at least 1")
-    certain, near = parse_share("confidence", confidence), parse_share("within", within)
+    certain, near = parse_share("confidence", confidence), parse_share("within", within or WITHIN)
     if certain >= 1:
         raise CommandError(f"--confidence is {confidence}; it must be below 100%")
     devices = device_names(options)
@@ -122,6 +126,7 @@ def run_capacity(
         is_watched="profile" in options,
         confidence=certain,
         within=near,
+        max_simulated=MAX_SIMULATED if within is None else MAX_ASKED,
     )
     console = stdout_console()
     if num_workers is None:
@@ -236,28 +241,34 @@ class _Search:
             question = replace(
                 self.question, progress=lambda number, excess: bar.update(number, min(excess, _MAX_EXCESS))
             )
+            if self.free and self._try_neighbours(question, runner):
+                return
             self.found = find_capacity(question, runner)
             self.answer = Answer(self.service, self.sampled, self.question, self.found)
-            if self.found.is_complete and self.free:
-                self._try_neighbours(question, runner)
 
-    def _try_neighbours(self, question: Question, runner: Runner) -> None:
+    def _try_neighbours(self, question: Question, runner: Runner) -> bool:
+        """Whether another limit is better, or the search was interrupted: the answer is then known. The given limits
+        are searched shortly first, as their result only decides which of them is searched at length."""
+        self.found = find_capacity(short_search(question), runner)
+        self.answer = Answer(self.service, self.sampled, self.question, self.found)
+        if not self.found.is_complete:
+            return True
         try:
             changed = best_neighbour(question, self.found, runner, self.free, self.service.sized)
         except KeyboardInterrupt:
             self.found.is_complete = False
-            return
+            return True
         if changed is None:
-            return
-        better = replace(question, config=changed.config, on_load=None)
-        found = find_capacity(better, runner)
+            return False
+        found = find_capacity(replace(question, config=changed.config), runner)
         assert self.found.interval is not None
         if found.interval is None or not found.interval.value > self.found.interval.value:
-            return
+            return False
         self.changed = changed
         self.answer = Answer(
             self.service, self.sampled, replace(self.question, config=changed.config), found, changed, self.found
         )
+        return True
 
     # ------------------------------------------------------------------ cost
 

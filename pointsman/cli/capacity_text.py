@@ -243,7 +243,8 @@ class Answer:
             return "the trace has no more requests; take a longer one"
         if question.num_requests is not None:
             return "leave out --requests, so that samples are as long as needed"
-        return f"{MAX_SIMULATED:,} requests for each replica were simulated, which is the limit"
+        remedy = "" if question.max_simulated > MAX_SIMULATED else "; with --within the search goes on"
+        return f"{question.max_simulated:,} requests for each replica were simulated, which is the limit{remedy}"
 
     def _end_text(self, interval: Interval) -> tuple[str, str]:
         if self.question.unit == "rate":

@@ -82,7 +82,7 @@ def capacity(
     requests: sim.SampleRequests = None,
     samples: sim.MaxSamples = 32,
     confidence: sim.Confidence = "90%",
-    within: sim.Within = "10%",
+    within: sim.Within = None,
     workers: sim.Workers = None,
     price_per_hour: sim.PricesPerHour = None,
     preset: sim.SimulatedPreset = None,

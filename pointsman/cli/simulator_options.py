@@ -318,11 +318,11 @@ MaxSamples = Annotated[
 ]
 Confidence = Annotated[str, typer.Option(metavar="SHARE", help="Confidence of the interval of the result.")]
 Within = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="SHARE",
         help="Wanted distance of each end of the interval from the result. Samples are added until it is reached, or "
-        "120,000 requests are simulated for each replica.",
+        "1,000,000 requests are simulated for each replica. Default: 10%, and at most 60,000 requests.",
     ),
 ]
 TunedReplicas = Annotated[

@@ -46,7 +46,7 @@ NUM_SAMPLES = 8
 MAX_SAMPLES = 32
 MIN_REQUESTS, MAX_REQUESTS = 600, 20_000
 """Minimum and maximum number of requests of a sample, for each replica, where they are not given."""
-MAX_SIMULATED = 120_000
+MAX_SIMULATED = 60_000
 """Number of simulated requests, for each replica, after which no more samples are added."""
 _SPANS, _LIVES = 40, 10
 """Time from the first to the last arrival of a sample, in multiples of the longest target, and of the time in which a

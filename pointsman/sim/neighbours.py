@@ -27,7 +27,7 @@ BUDGET, SEQUENCES = "max_num_batched_tokens", "max_num_seqs"
 MIN_BUDGET, MIN_SEQUENCES, MAX_SEQUENCES = 256, 8, 4096
 MIN_GAIN = 0.1
 """Relative gain below which a neighbour is not worth a change: about the error of a short search."""
-_NUM_SAMPLES, _MAX_SIMULATED, _WITHIN = 4, 20_000, 0.3
+_NUM_SAMPLES, _MAX_SIMULATED, _WITHIN = 4, 10_000, 0.3
 """Of a short search: number of samples, requests after which it takes no more, and wanted accuracy."""
 _FULL = 0.8
 """Share of all sequences from which steps count as full."""
@@ -77,7 +77,7 @@ def best_neighbour(
 
     Args:
         question: as asked, for requests a second or users.
-        found: its result.
+        found: its result, or that of `short_search`.
         free: names of the limits that may be changed.
         sized: function that adds the number of blocks to a configuration; may raise `ModelTooLarge`.
     """
@@ -98,6 +98,18 @@ def best_neighbour(
         if _capacity(best) > least:
             return best
     return None
+
+
+def short_search(question: Question) -> Question:
+    """The same question for a search that only compares settings: with few samples and one model of step times."""
+    return replace(
+        question,
+        max_samples=min(question.max_samples, _NUM_SAMPLES),
+        max_simulated=min(question.max_simulated, _MAX_SIMULATED),
+        within=max(question.within, _WITHIN),
+        num_models=1,
+        on_load=None,
+    )
 
 
 class Change(NamedTuple):
@@ -125,17 +137,7 @@ def _try(
         config = sized(question.config.replace(**{change.setting: change.value}))
     except (ConfigError, ModelTooLarge):
         return
-    short = replace(
-        question,
-        config=config,
-        max_samples=_NUM_SAMPLES,
-        max_simulated=_MAX_SIMULATED,
-        within=_WITHIN,
-        num_models=1,
-        on_load=None,
-        progress=None,
-    )
-    rough = find_capacity(short, runner)
+    rough = find_capacity(short_search(replace(question, config=config, progress=None)), runner)
     found.num_simulated += rough.num_simulated
     if rough.interval is None or not rough.is_complete:
         raise KeyboardInterrupt
