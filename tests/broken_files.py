@@ -190,12 +190,11 @@ def _film(folder: Path) -> Path:
 
 
 def _profile(folder: Path) -> Path:
-    from pointsman.sim.profile import EngineSettings, Hull, Profile
+    from pointsman.sim.hull import Hull
+    from pointsman.sim.profile import EngineSettings, Profile
     from pointsman.sim.step_time import LinearStepTime, StepLoad
 
-    hull = Hull()
-    hull.add_load(StepLoad(10, 1, 10, 10, 1))
-    hull.add_load(StepLoad(512, 8, 4000, 9000, 8))
+    hull = Hull.of_loads([StepLoad(10, 1, 10, 10, 1), StepLoad(512, 8, 4000, 9000, 8)])
     settings = EngineSettings(max_num_seqs=24, max_num_batched_tokens=512)
     made = Profile(
         step_time=LinearStepTime(per_step=1e-3),
