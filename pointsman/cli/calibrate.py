@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pointsman.cli.calibrate_result import print_json, print_result, save_profile
 from pointsman.cli.errors import EXIT_OK, CommandError, check_writable, missing_library
 
 if TYPE_CHECKING:
@@ -272,18 +272,13 @@ def calibrate(
     except (SimulationError, TraceError) as error:
         raise CommandError(str(error)) from None
     seconds = time.perf_counter() - begin
-    if output is not None:
-        try:
-            found.profile.save(output)
-        except OSError as error:
-            raise CommandError(f"cannot write the profile {output}: {error.strerror}") from None
+    save_profile(found.profile, output)
     if plot is not None:
         _draw_plot(found, plot)
     if as_json:
-        sys.stderr.flush()
-        print(json.dumps(_result_as_json(found, seconds)), flush=True)
+        print_json(_result_as_json(found, seconds))
     else:
-        _print_result(found, seconds, output)
+        print_result(found.profile, len(found.measured), seconds, _tables(found), output)
     return EXIT_OK
 
 
@@ -387,16 +382,9 @@ def _result_as_json(found: Calibration, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print_result(found: Calibration, seconds: float, output: str | None) -> None:
+def _tables(found: Calibration) -> Iterator[Table]:
+    """Errors and fitted numbers."""
     profile = found.profile
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    what = profile.kind
-    count = len(found.measured)
-    console.print(
-        f"fitted to {profile.num_train} of {count} {what} of {profile.source} in {seconds:.0f} s; "
-        f"the other {count - profile.num_train} were held out",
-        markup=False,
-    )
     errors = Table(box=None, pad_edge=False, header_style="bold")
     errors.add_column("predicted / measured - 1")
     errors.add_column("training", justify="right")
@@ -409,8 +397,7 @@ def _print_result(found: Calibration, seconds: float, output: str | None) -> Non
                 _percent(profile.training_errors[name], is_signed),
                 _percent(profile.held_out_errors[name], is_signed),
             )
-    console.print(errors)
-    console.print()
+    yield errors
     coefficients = Table(box=None, pad_edge=False, header_style="bold")
     coefficients.add_column("a step takes")
     coefficients.add_column("", justify="right")
@@ -420,8 +407,7 @@ def _print_result(found: Calibration, seconds: float, output: str | None) -> Non
         if name.startswith("expert") and not profile.step_time.expert_weights:
             continue
         coefficients.add_row(name, f"{values[name] * factor:.4g}", unit)
-    console.print(coefficients)
-    console.print()
+    yield coefficients
     if found.allowed:
         allowed = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("a step in which", "takes, ms", "the log allows"):
@@ -429,12 +415,7 @@ def _print_result(found: Calibration, seconds: float, output: str | None) -> Non
         for each in found.allowed:
             span = f"{1e3 * each.low:.3g} to {1e3 * each.high:.3g}"
             allowed.add_row(each.question.name, f"{1e3 * each.seconds:.4g}", span)
-        console.print(allowed)
-        console.print()
-    for note in profile.notes:
-        console.print(f"note: {note}", markup=False)
-    if output is not None:
-        console.print(f"profile: {output}", markup=False)
+        yield allowed
 
 
 def _percent(value: float | int | None, is_signed: bool) -> str:

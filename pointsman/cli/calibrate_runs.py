@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from pointsman.cli.calibrate_result import print_json, print_result, save_profile
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.traces import TraceError, is_run_summaries
@@ -98,16 +97,11 @@ def run_calibrate_runs(
         raise CommandError(str(error)) from None
     found.profile.notes[:0] = left_out
     seconds = time.perf_counter() - begin
-    if output is not None:
-        try:
-            found.profile.save(output)
-        except OSError as error:
-            raise CommandError(f"cannot write the profile {output}: {error.strerror}") from None
+    save_profile(found.profile, output)
     if as_json:
-        sys.stderr.flush()
-        print(json.dumps(_result(found, seconds)), flush=True)
+        print_json(_result(found, seconds))
     else:
-        _print_result(found, seconds, output)
+        print_result(found.profile, len(found.runs), seconds, _tables(found), output)
     return EXIT_OK
 
 
@@ -127,34 +121,22 @@ def _result(found: RunCalibration, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print_result(found: RunCalibration, seconds: float, output: str | None) -> None:
-    profile, runs = found.profile, found.runs
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(
-        f"fitted to {profile.num_train} of {len(runs)} runs of {profile.source} in {seconds:.0f} s; the other "
-        f"{len(runs) - profile.num_train} were held out",
-        markup=False,
-    )
+def _tables(found: RunCalibration) -> Iterator[Table]:
+    """Errors and fitted numbers."""
     errors = Table(box=None, pad_edge=False, header_style="bold")
     errors.add_column("mean of |predicted / measured - 1|")
     errors.add_column("runs", justify="right")
     for name in found.errors:
         errors.add_column(name, justify="right")
-    budgets = np.array([run.max_num_batched_tokens for run in runs])
+    budgets = np.array([run.max_num_batched_tokens for run in found.runs])
     for text, is_part in (("training", found.is_training), ("held out", ~found.is_training)):
         for budget in sorted(set(budgets[is_part].tolist())):
             chosen = is_part & (budgets == budget)
             figures = [f"{100 * np.abs(values[chosen]).mean():.1f} %" for values in found.errors.values()]
             errors.add_row(f"{text}, budget {budget:,}", str(int(chosen.sum())), *figures)
-    console.print(errors)
-    console.print()
+    yield errors
     numbers = Table(box=None, pad_edge=False, show_header=False)
     for name, unit in UNITS.items():
         numbers.add_row(name, f"{getattr(found.fit.efficiencies, name):.3g}", unit)
     numbers.add_row("request_overhead", f"{found.fit.request_overhead:.3g}", "s of a request, outside the engine")
-    console.print(numbers)
-    console.print()
-    for note in profile.notes:
-        console.print(f"note: {note}", markup=False)
-    if output is not None:
-        console.print(f"profile: {output}", markup=False)
+    yield numbers

@@ -36,11 +36,10 @@ from pointsman.cli.simulation import (
     targets_of_options,
 )
 from pointsman.sim.capacity import DENSE_GAP, MAX_SIMULATED, Capacity, Measured, Question, find_capacity
-from pointsman.sim.cost import Cost, cost_of, prompt_share_of
+from pointsman.sim.cost import Cost
 from pointsman.sim.crossing import Interval
 from pointsman.sim.errors import SimulationError
-from pointsman.sim.hull import warn_outside
-from pointsman.sim.neighbours import BUDGET, SEQUENCES, Neighbour, best_neighbour, short_search
+from pointsman.sim.neighbours import BUDGET, SEQUENCES, best_neighbour, short_search
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.trial import itl_p99
 from pointsman.sim.workers import Runner, available_cores, workers
@@ -202,10 +201,7 @@ class _Search:
     price: float | None
     seed: int
     console: Console
-    found: Capacity
-    """The result with the given settings."""
     answer: Answer
-    changed: Neighbour | None
 
     def __init__(
         self,
@@ -218,9 +214,9 @@ class _Search:
         console: Console,
     ) -> None:
         self.service, self.sampled, self.free, self.price, self.seed = service, sampled, free, price, seed
-        self.console, self.changed, self.found = console, None, Capacity()
+        self.console = console
         self.question = replace(question, num_models=1 + len(service.alternatives))
-        self.answer = Answer(service, sampled, self.question, self.found)
+        self.answer = Answer(service, sampled, self.question, Capacity())
 
     @property
     def is_complete(self) -> bool:
@@ -243,31 +239,29 @@ class _Search:
             )
             if self.free and self._try_neighbours(question, runner):
                 return
-            self.found = find_capacity(question, runner)
-            self.answer = Answer(self.service, self.sampled, self.question, self.found)
+            found = find_capacity(question, runner)
+            self.answer = Answer(self.service, self.sampled, self.question, found)
 
     def _try_neighbours(self, question: Question, runner: Runner) -> bool:
         """Whether another limit is better, or the search was interrupted: the answer is then known. The given limits
         are searched shortly first, as their result only decides which of them is searched at length."""
-        self.found = find_capacity(short_search(question), runner)
-        self.answer = Answer(self.service, self.sampled, self.question, self.found)
-        if not self.found.is_complete:
+        rough = find_capacity(short_search(question), runner)
+        self.answer = Answer(self.service, self.sampled, self.question, rough)
+        if not rough.is_complete:
             return True
         try:
-            changed = best_neighbour(question, self.found, runner, self.free, self.service.sized)
+            changed = best_neighbour(question, rough, runner, self.free, self.service.sized)
         except KeyboardInterrupt:
-            self.found.is_complete = False
+            rough.is_complete = False
             return True
         if changed is None:
             return False
         found = find_capacity(replace(question, config=changed.config), runner)
-        assert self.found.interval is not None
-        if found.interval is None or not found.interval.value > self.found.interval.value:
+        assert rough.interval is not None
+        if found.interval is None or not found.interval.value > rough.interval.value:
             return False
-        self.changed = changed
-        self.answer = Answer(
-            self.service, self.sampled, replace(self.question, config=changed.config), found, changed, self.found
-        )
+        better = replace(self.question, config=changed.config)
+        self.answer = Answer(self.service, self.sampled, better, found, changed, rough)
         return True
 
     # ------------------------------------------------------------------ cost
@@ -276,36 +270,22 @@ class _Search:
         """Price and energy at the capacity; None: no load meets the targets, or neither is known."""
         at, interval, question = self.answer.found.at, self.answer.found.interval, self.question
         device = self.service.device
-        watts = None if device is None or not device.board_watts else device.watts
-        if (
-            at is None
-            or interval is None
-            or not 0 < interval.value < math.inf
-            or (self.price is None and watts is None)
-        ):
+        has_figure = self.price is not None or (device is not None and device.board_watts > 0)
+        if at is None or interval is None or not 0 < interval.value < math.inf or not has_figure:
             return None
         # The figures are of the nearest simulated load; the tokens of the capacity itself are in proportion to it.
         factor = interval.value / at.load if question.unit != "replicas" else 1.0
         count = int(interval.value) if question.unit == "replicas" else question.num_replicas
-        busy = min(1.0, at.busy * factor * (at.num_replicas / count))
-        figures = at.figures
-        requests = max(1e-9, at.rate)
-        return cost_of(
+        rate = max(1e-9, at.rate)
+        return self.service.cost(
+            rate=rate * factor,
             prompt_tokens_per_second=at.prompt_tokens_per_second * factor,
             output_tokens_per_second=at.output_tokens_per_second * factor,
-            busy=busy,
-            num_devices=self.service.num_devices * count,
-            price_per_hour=None if self.price is None else self.price * count,
-            watts=watts,
-            prompt_share=prompt_share_of(
-                self.service.step_time if self.service.profile is None else self.service.profile.step_time,
-                prompt_tokens=at.prompt_tokens_per_second / requests,
-                output_tokens=at.output_tokens_per_second / requests,
-                num_running=requests * (at.e2e_mean or 0.0) / count,
-                max_num_batched_tokens=self.answer.question.config.max_num_batched_tokens,
-            )
-            if figures.num_requests
-            else None,
+            busy=at.busy * factor * (at.num_replicas / count),
+            num_running=rate * (at.e2e_mean or 0.0),
+            num_replicas=count,
+            price_per_hour=self.price,
+            config=self.answer.question.config,
         )
 
     # ------------------------------------------------------------------ in words
@@ -361,10 +341,8 @@ class _Search:
     def extrapolations(self) -> list[str]:
         """Warnings about loads of steps that the profile's log does not have, at the highest load within the
         targets."""
-        at, profile = self.answer.found.at, self.service.profile
-        if profile is None or at is None or at.seen is None:
-            return []
-        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(profile, at.seen)]
+        at = self.answer.found.at
+        return [] if at is None or at.seen is None else self.service.extrapolations(at.seen)
 
     # ------------------------------------------------------------------ JSON
 
@@ -374,9 +352,9 @@ class _Search:
         cost, targets = self.cost(), self.question.targets
         notes = [self.service.about_times, self.sampled.about_left_out, *self.extrapolations()]
         changed = None
-        if self.changed is not None:
-            before = _interval_json(self.found.interval)
-            changed = {"setting": self.changed.setting, "value": self.changed.value, "capacity_before": before}
+        if answer.neighbour is not None and answer.before is not None:
+            before = _interval_json(answer.before.interval)
+            changed = {"setting": answer.neighbour.setting, "value": answer.neighbour.value, "capacity_before": before}
         return {
             **setting_as_json(self.service, self.sampled),
             "targets": {**asdict(targets), "share": question.share},

@@ -99,7 +99,7 @@ class Answer:
         before: Capacity | None = None,
     ) -> None:
         self._service, self._sampled, self.question, self.found = service, sampled, question, found
-        self._neighbour, self._before = neighbour, before
+        self.neighbour, self.before = neighbour, before
 
     @property
     def is_nothing(self) -> bool:
@@ -168,12 +168,12 @@ class Answer:
             sent = f"with {load_text(found.at, question)}, who send {found.at.rate:,.3g} requests/s"
             where = f"At {load_text(found.at, question)}" if question.unit == "rate" else sent.capitalize()
             lines.append(f"{where}, {_figures_text(found.at, question.targets)}.")
-        if self._before is not None and self._neighbour is not None:
-            before = self._before.interval
+        if self.before is not None and self.neighbour is not None:
+            before = self.before.interval
             assert before is not None
             base = self._service.config
             with_default = (
-                f"With the default --{_dashed(self._neighbour.setting)} {getattr(base, self._neighbour.setting)}"
+                f"With the default --{_dashed(self.neighbour.setting)} {getattr(base, self.neighbour.setting)}"
             )
             nothing = "nothing meets the targets" if before.value == 0 else f"it is {self.short_text(before)}"
             lines.append(f"{with_default} {nothing}.")
@@ -205,9 +205,9 @@ class Answer:
 
     def changed_text(self) -> str:
         """The option that was changed, as text; empty: none."""
-        if self._neighbour is None:
+        if self.neighbour is None:
             return ""
-        return f" with --{_dashed(self._neighbour.setting)} {self._neighbour.value}"
+        return f" with --{_dashed(self.neighbour.setting)} {self.neighbour.value}"
 
     def _interval_lines(self, interval: Interval) -> list[str]:
         """How the interval was computed, and why it is wider than wanted."""
@@ -254,7 +254,7 @@ class Answer:
     def _remedy_lines(self) -> list[str]:
         """What to change, if ITL limits the result."""
         found, question = self.found, self.question
-        if self._neighbour is not None or limiting_target(found, question.targets) != "itl":
+        if self.neighbour is not None or limiting_target(found, question.targets) != "itl":
             return []
         config = question.config
         return [

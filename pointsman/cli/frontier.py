@@ -31,7 +31,7 @@ from pointsman.cli.simulation import (
     targets_of_options,
 )
 from pointsman.cli.typer_app import plain_typer
-from pointsman.sim.cost import JOULES_PER_KWH, POWER_NOTE, Cost, cost_of, prompt_share_of
+from pointsman.sim.cost import JOULES_PER_KWH, POWER_NOTE, Cost
 from pointsman.sim.crossing import Interval
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.frontier import (
@@ -46,7 +46,7 @@ from pointsman.sim.frontier import (
     measure_curve,
 )
 from pointsman.sim.frontier_picture import MAX_CURVES, frontier_svg
-from pointsman.sim.hull import SeenLoads, warn_outside
+from pointsman.sim.hull import SeenLoads
 from pointsman.sim.report.layout import ITL_NAMES, limits_text
 from pointsman.sim.report.summary import ITL_OF, Targets
 from pointsman.sim.workers import available_cores, workers
@@ -72,7 +72,7 @@ class Line:
     service: Service
     num_replicas: int
     price_per_hour: float | None
-    """Price of all replicas together."""
+    """Price of one replica."""
     curve: Curve = field(default_factory=Curve)
 
     def costs(self) -> list[Cost]:
@@ -80,25 +80,14 @@ class Line:
         return [self._cost(point) for point in self.curve.points]
 
     def _cost(self, point: Point) -> Cost:
-        service, device = self.service, self.service.device
-        prompt, output = (
-            each / point.rate for each in (point.prompt_tokens_per_second, point.output_tokens_per_second)
-        )
-        num_engines = self.num_replicas * service.topology.num_engines
-        return cost_of(
+        return self.service.cost(
+            rate=point.rate,
             prompt_tokens_per_second=point.prompt_tokens_per_second,
             output_tokens_per_second=point.output_tokens_per_second,
-            busy=min(1.0, point.busy),
-            num_devices=self.num_replicas * service.num_devices,
+            busy=point.busy,
+            num_running=point.num_running,
+            num_replicas=self.num_replicas,
             price_per_hour=self.price_per_hour,
-            watts=device.watts if device is not None and device.board_watts else None,
-            prompt_share=prompt_share_of(
-                service.step_time if service.profile is None else service.profile.step_time,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                num_running=min(point.num_running / num_engines, service.config.max_num_seqs),
-                max_num_batched_tokens=service.config.max_num_batched_tokens,
-            ),
         )
 
     def cost_at(self, name: str, rate: float) -> float | None:
@@ -110,13 +99,8 @@ class Line:
 
     def warnings(self) -> list[str]:
         """Warnings about rates up to the throughput, at which the loads exceed those of the profile's log."""
-        if self.service.profile is None:
-            return []
-        seen = SeenLoads()
-        for point in self.curve.points:
-            if point.seen is not None and not point.is_overloaded:
-                seen.add(point.seen)
-        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.service.profile, seen)]
+        within = (point.seen for point in self.curve.points if not point.is_overloaded)
+        return self.service.extrapolations(SeenLoads.of_parts(within))
 
 
 def run_frontier(
@@ -255,7 +239,7 @@ def _make_lines(
                 raise CommandError(f"{f'--variant {name}: ' if name else ''}{error}") from None
             parts = [service.device.name if service.device is not None and len(devices) > 1 else "", name]
             title = ", ".join(part for part in parts if part) or AS_GIVEN
-            lines.append(Line(title, service, num_replicas, None if cost is None else cost * num_replicas))
+            lines.append(Line(title, service, num_replicas, cost))
     names = [line.name for line in lines]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise CommandError(f"two curves are called {repeated[0]!r}; name each device once, and each --variant too")
@@ -474,7 +458,7 @@ def _line_as_json(line: Line, sampled: Sampled, asked: _Asked) -> dict[str, Any]
         "name": line.name,
         **setting_as_json(line.service, sampled),
         "num_replicas": line.num_replicas,
-        "price_per_hour": line.price_per_hour,
+        "price_per_hour": None if line.price_per_hour is None else line.price_per_hour * line.num_replicas,
         "throughput": _finite(line.curve.throughput),
         "saturation": None if line.curve.saturation is None else _ends(line.curve.saturation),
         "num_requests": line.curve.num_requests,

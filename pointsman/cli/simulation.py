@@ -19,13 +19,14 @@ from pointsman.core.policy.registry import check_policies, fields_read
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
 from pointsman.core.recording import check_num_blocks
 from pointsman.core.state.layout import describe_groups
+from pointsman.sim.cost import Cost, cost_of, prompt_share_of
 from pointsman.sim.devices import DEVICES, Device, device
 from pointsman.sim.disaggregation import KvTransfer
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.features import PLAIN, Features
 from pointsman.sim.fleet import ROUTINGS, Routing
 from pointsman.sim.host_memory import HostMemory, check_host_memory
-from pointsman.sim.hull import WatchedStepTime, warn_outside
+from pointsman.sim.hull import SeenLoads, WatchedStepTime, warn_outside
 from pointsman.sim.memory import KvMemory, layer_groups, num_kv_blocks
 from pointsman.sim.model import ModelShape
 from pointsman.sim.profile import EngineSettings, Profile, load_profile
@@ -395,10 +396,9 @@ class Service:
             seed: of the simulations' own draws, such as which drafts are accepted.
         """
         profile = self.profile
-        best = self.step_time if profile is None else profile.bounded(profile.step_time)
         return Judge(
             source=source,
-            step_times=(best, *self.alternatives),
+            step_times=(self.best_step_time, *self.alternatives),
             targets=targets,
             routing=self.routing,
             seed=seed,
@@ -408,14 +408,64 @@ class Service:
             request_overhead=0.0 if profile is None else profile.request_overhead,
         )
 
-    def extrapolations(self) -> list[str]:
-        """A sentence on where the steps of the simulations since the last call had other loads than the profile's log;
-        no sentence if they had the same loads."""
-        watched = self.step_time
-        if self.profile is None or not isinstance(watched, WatchedStepTime):
+    @property
+    def best_step_time(self) -> StepTime:
+        """`step_time`, without a record of the simulated loads."""
+        return self.step_time if self.profile is None else self.profile.bounded(self.profile.step_time)
+
+    def cost(
+        self,
+        *,
+        rate: float,
+        prompt_tokens_per_second: float,
+        output_tokens_per_second: float,
+        busy: float,
+        num_running: float,
+        num_replicas: int,
+        price_per_hour: float | None,
+        config: SchedulerConfig | None = None,
+    ) -> Cost:
+        """Price and energy of the tokens at a rate.
+
+        Args:
+            rate: requests a second, above 0.
+            prompt_tokens_per_second, output_tokens_per_second: of all replicas.
+            busy: share of the time in which a replica runs a step.
+            num_running: mean number of running requests of all replicas.
+            num_replicas: number of replicas.
+            price_per_hour: of one replica; None: unknown.
+            config: of each replica's scheduler; None: that of the service.
+        """
+        device, limits = self.device, config or self.config
+        return cost_of(
+            prompt_tokens_per_second=prompt_tokens_per_second,
+            output_tokens_per_second=output_tokens_per_second,
+            busy=min(1.0, busy),
+            num_devices=self.num_devices * num_replicas,
+            price_per_hour=None if price_per_hour is None else price_per_hour * num_replicas,
+            watts=device.watts if device is not None and device.board_watts else None,
+            prompt_share=prompt_share_of(
+                self.best_step_time,
+                prompt_tokens=prompt_tokens_per_second / rate,
+                output_tokens=output_tokens_per_second / rate,
+                num_running=min(num_running / (num_replicas * self.topology.num_engines), limits.max_num_seqs),
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+            ),
+        )
+
+    def extrapolations(self, seen: SeenLoads | None = None) -> list[str]:
+        """A sentence on where steps had other loads than the profile's log; no sentence if they had the same loads.
+
+        Args:
+            seen: the loads of the steps; None: those of the simulations with `step_time` since the last call.
+        """
+        if self.profile is None:
             return []
-        warnings = warn_outside(self.profile, watched.take_seen())
-        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warnings]
+        if seen is None:
+            if not isinstance(self.step_time, WatchedStepTime):
+                return []
+            seen = self.step_time.take_seen()
+        return [f"{warning[:1].upper()}{warning[1:]}." for warning in warn_outside(self.profile, seen)]
 
 
 def service_of_options(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool = False) -> Service:

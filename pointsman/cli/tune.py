@@ -21,7 +21,6 @@ from pointsman.cli.simulation import Arriving, Service, service_of_options, targ
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.sim.crossing import digits_text
-from pointsman.sim.hull import warn_outside
 from pointsman.sim.report.intervals import Estimate
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import MIN_REQUESTS, Parts, Stretches, split
@@ -245,9 +244,8 @@ class _Tuned:
         notes += self._other_times_notes(found)
         if found.not_searched:
             notes.append(f"The KV pool is never short, so these have no effect: {', '.join(found.not_searched)}.")
-        if self._service.profile is not None and found.seen is not None:
-            warnings = warn_outside(self._service.profile, found.seen)
-            notes += [f"{warning[:1].upper()}{warning[1:]}." for warning in warnings]
+        if found.seen is not None:
+            notes += self._service.extrapolations(found.seen)
         judged = found.recommended
         if judged is not None and judged.held_out.num_refused:
             refused = judged.held_out

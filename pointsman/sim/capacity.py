@@ -376,7 +376,7 @@ class CapacitySearch:
             output_tokens_per_second=sum(sample.num_output_tokens for sample in samples) / seconds,
             busy=float(np.mean([sample.busy for sample in samples])),
             meets=met >= self._question.share,
-            seen=_joined([sample.seen for sample in samples if sample.seen is not None]),
+            seen=SeenLoads.of_parts(sample.seen for sample in samples) if self._question.is_watched else None,
         )
 
     # ------------------------------------------------------------------ the bracket
@@ -658,15 +658,6 @@ class CapacitySearch:
         if base is not self:
             found.num_simulated += base.found.num_simulated - before
         found.interval = self._in_units(mix(interval, shifts, found.num_groups, question.confidence))
-
-
-def _joined(parts: Sequence[SeenLoads]) -> SeenLoads | None:
-    if not parts:
-        return None
-    whole = SeenLoads()
-    for part in parts:
-        whole.add(part)
-    return whole
 
 
 def _of_groups(samples: Sequence[Sample], name: str, block: int | None) -> npt.NDArray[np.float64]:

@@ -102,6 +102,15 @@ class SeenLoads:
         self._seconds += other._seconds
         self._low, self._high = np.minimum(self._low, other._low), np.maximum(self._high, other._high)
 
+    @classmethod
+    def of_parts(cls, parts: Iterable[SeenLoads | None]) -> SeenLoads:
+        """The loads of several simulations together; None: the loads of a simulation were not recorded."""
+        whole = cls()
+        for part in parts:
+            if part is not None:
+                whole.add(part)
+        return whole
+
     def _flush(self) -> None:
         if self._steps:
             self.add_loads(

@@ -61,19 +61,25 @@ class Samples(Protocol):
         """The workload of a sample. `part.num_requests` is its number of requests, those that do not count included."""
 
 
+class _Endless:
+    """Samples of any number and length."""
+
+    __slots__ = ()
+    num_available: ClassVar[None] = None
+
+    def fit_length(self, num_requests: int, num_samples: int) -> int:
+        return num_requests
+
+
 @dataclass(frozen=True, slots=True)
-class GeneratedSamples:
+class GeneratedSamples(_Endless):
     """Requests of drawn lengths, whose arrival times follow an arrival process."""
 
     arrivals: Arrivals
     lengths: Lengths
     seed: int = 0
     """Seed of the first sample."""
-    num_available: ClassVar[None] = None
     has_backlog: ClassVar[bool] = True
-
-    def fit_length(self, num_requests: int, num_samples: int) -> int:
-        return num_requests
 
     def draw(self, part: Part, load: float) -> Drawn:
         generated = Generated(self.arrivals, self.lengths, part.num_requests, self.seed + part.number)
@@ -82,17 +88,13 @@ class GeneratedSamples:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionSamples:
+class SessionSamples(_Endless):
     """Conversations. The load is the mean number of requests a second, of all turns."""
 
     sessions: Sessions
     arrivals: Arrivals
     """Arrivals of sessions."""
-    num_available: ClassVar[None] = None
     has_backlog: ClassVar[bool] = False
-
-    def fit_length(self, num_requests: int, num_samples: int) -> int:
-        return num_requests
 
     def draw(self, part: Part, load: float) -> Drawn:
         turns = max(1.0, self.sessions.num_turns.mean())
@@ -106,17 +108,13 @@ class SessionSamples:
 
 
 @dataclass(frozen=True, slots=True)
-class UserSamples:
+class UserSamples(_Endless):
     """Users who think between requests. The load is the number of users."""
 
     lengths: Lengths
     think: Distribution
     seed: int = 0
-    num_available: ClassVar[None] = None
     has_backlog: ClassVar[bool] = False
-
-    def fit_length(self, num_requests: int, num_samples: int) -> int:
-        return num_requests
 
     def draw(self, part: Part, load: float) -> Drawn:
         users = max(1, round(load))

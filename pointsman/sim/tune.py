@@ -361,10 +361,7 @@ class _Tuner:
                 resampled[0], resampled[-1], out=np.full(len(resampled[0]), np.nan), where=resampled[-1] > 0
             )
             self.found.gain_interval = draws.interval(gain, gains - 1, -1.0, math.inf)
-        self.found.seen = SeenLoads()
-        for sample in samples[:size]:
-            if sample.seen is not None:
-                self.found.seen.add(sample.seen)
+        self.found.seen = SeenLoads.of_parts(sample.seen for sample in samples[:size])
 
     # ------------------------------------------------------------------ points
 
