@@ -240,6 +240,9 @@ class _Search:
             if self.free and self._try_neighbours(question, runner):
                 return
             found = find_capacity(question, runner)
+            if not found.is_complete and found.interval is None:
+                self.answer.found.is_complete = False  # the short search, if there was one
+                return
             self.answer = Answer(self.service, self.sampled, self.question, found)
 
     def _try_neighbours(self, question: Question, runner: Runner) -> bool:
@@ -258,11 +261,12 @@ class _Search:
             return False
         found = find_capacity(replace(question, config=changed.config), runner)
         assert rough.interval is not None
-        if found.interval is None or not found.interval.value > rough.interval.value:
-            return False
-        better = replace(self.question, config=changed.config)
-        self.answer = Answer(self.service, self.sampled, better, found, changed, rough)
-        return True
+        if found.interval is not None and found.interval.value > rough.interval.value:
+            better = replace(self.question, config=changed.config)
+            self.answer = Answer(self.service, self.sampled, better, found, changed, rough)
+            return True
+        rough.is_complete = found.is_complete
+        return not found.is_complete
 
     # ------------------------------------------------------------------ cost
 

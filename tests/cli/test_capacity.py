@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from pointsman.cli.progress_bar import ProgressBar
+from pointsman.sim.capacity import Capacity, Question, find_capacity
 from pointsman.sim.hull import Hull
+from pointsman.sim.neighbours import Neighbour
 from pointsman.sim.profile import EngineSettings, Profile
 from pointsman.sim.step_time import LinearStepTime, StepLoad
+from pointsman.sim.workers import Runner
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 
@@ -244,3 +247,25 @@ def test_capacity_refuses_a_trace_whose_requests_arrive_together(pointsman: Run,
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 20, "output_length": 6}\n' * 3)
     check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at the same time", "--arrivals")
+
+
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_an_interruption_of_the_long_search_keeps_the_short_ones_result(
+    pointsman: Run, monkeypatch: pytest.MonkeyPatch, has_neighbour: bool
+) -> None:
+    calls: list[Question] = []
+
+    def find(question: Question, runner: Runner) -> Capacity:
+        calls.append(question)
+        return find_capacity(question, runner) if len(calls) == 1 else Capacity()  # interrupted before an estimate
+
+    def neighbour(question: Question, found: Capacity, *others: object) -> Neighbour | None:
+        config = question.config.replace(max_num_batched_tokens=1024)
+        return Neighbour("max_num_batched_tokens", 1024, config, found) if has_neighbour else None
+
+    monkeypatch.setattr("pointsman.cli.capacity.find_capacity", find)
+    monkeypatch.setattr("pointsman.cli.capacity.best_neighbour", neighbour)
+    printed = words(pointsman("capacity", *SMALL, "--ttft-target", "300ms"), 130)
+    assert len(calls) == 2
+    assert "Interrupted: this is the estimate so far. Capacity: " in printed
+    assert "--max-num-batched-tokens" not in printed
